@@ -51,7 +51,8 @@ class ExpertsSpec:
     """What has to be known of one layer's int4 experts. All experts share it (see moe/experts.py for mixed layers).
 
     gate is None for experts without a gate. shared_perm says that gate and up of each expert have the same
-    permutation (experts may differ from each other).
+    permutation (experts may differ from each other). `symmetric` False means that some expert has zeros (others may
+    still have None), `act_order` True that some expert has a perm.
     """
 
     num_experts: int
@@ -79,6 +80,14 @@ class ExpertWeights:
     gate: LinearWeights | None
     up: LinearWeights
     down: LinearWeights
+
+
+def linear_tensors(linear: LinearWeights, prefix: str = "") -> dict[str, torch.Tensor]:
+    """Every tensor of a canonical linear by name, such as `codes` and `scales`."""
+    weight = linear.weight
+    parts = {"codes": weight.codes, "scales": weight.scales, "zeros": weight.zeros, "perm": weight.perm}
+    parts["bias"] = linear.bias
+    return {prefix + name: tensor for name, tensor in parts.items() if tensor is not None}
 
 
 @dataclass(frozen=True)

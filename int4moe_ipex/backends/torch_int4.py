@@ -1,0 +1,168 @@
+"""torch's own int4 op, `aten::_weight_int4pack_mm_for_cpu`, one call per projection.
+
+The op computes (q - 8) * s + z with s and z in the activations' dtype (so z = (8 - zero) * s is rounded to it);
+it is vectorised in bfloat16 only. Its packed layout depends on the CPU: it is made at load and never stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from int4moe_ipex.backends.base import (
+    ExpertsSpec,
+    ExpertWeights,
+    LinearSpec,
+    LinearWeights,
+    Rejected,
+    RunConfig,
+    Supported,
+    Verdict,
+)
+from int4moe_ipex.canonical import SYMMETRIC_ZERO, CanonicalWeight, pack_codes, unpack_codes
+from int4moe_ipex.cpu import CpuFeatures
+from int4moe_ipex.moe.routing import run_grouped
+
+GROUP_SIZES = (32, 64, 128, 256)
+ROWS = 16  # the op's blocks of output rows
+
+
+@dataclass(frozen=True, eq=False)
+class TorchLinear:
+    """packed uint8 [N, K/2] in the op's layout, scale_and_zero [K/g, N, 2]; scales and zeros as they were."""
+
+    spec: LinearSpec
+    packed: torch.Tensor
+    scale_and_zero: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None
+    perm: torch.Tensor | None
+    bias: torch.Tensor | None
+    path: str
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        names = ("packed", "scale_and_zero", "scales", "zeros", "perm", "bias")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+
+@dataclass(frozen=True, eq=False)
+class TorchExperts:
+    spec: ExpertsSpec
+    experts: tuple[tuple[TorchLinear | None, TorchLinear, TorchLinear], ...]
+    path: str
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {
+            f"{index}.{name}.{key}": tensor
+            for index, expert in enumerate(self.experts)
+            for name, linear in zip(("gate", "up", "down"), expert)
+            if linear is not None
+            for key, tensor in linear.tensors().items()
+        }
+
+
+def _reject(spec: LinearSpec) -> str | None:
+    if spec.group_size not in GROUP_SIZES:
+        return f"torch's int4 op takes group_size {', '.join(map(str, GROUP_SIZES))}, not {spec.group_size}"
+    if spec.in_features % spec.group_size:
+        return f"in_features {spec.in_features} is not a multiple of group_size {spec.group_size}"
+    if spec.out_features % ROWS:
+        return f"out_features {spec.out_features} is not a multiple of {ROWS}"
+    return None
+
+
+class TorchInt4Backend:
+    """W4A16 through torch's int4 op; weights stay int4, act-order permutes the activations on every call."""
+
+    name = "torch"
+
+    def _verdict(self, specs: Iterable[LinearSpec | None], run: RunConfig) -> Verdict:
+        if run.compute != "w4a16":
+            return Rejected(f"torch's int4 op computes w4a16 only, not {run.compute}")
+        for spec in specs:
+            reason = None if spec is None else _reject(spec)
+            if reason:
+                return Rejected(reason)
+        dtype = str(run.dtype).removeprefix("torch.")
+        note = "" if run.dtype == torch.bfloat16 else "the op is not vectorised outside bfloat16"
+        return Supported(f"torch/{dtype}", note)
+
+    def support_experts(self, spec: ExpertsSpec, cpu: CpuFeatures, run: RunConfig) -> Verdict:
+        return self._verdict((spec.gate, spec.up, spec.down), run)
+
+    def support_linear(self, spec: LinearSpec, cpu: CpuFeatures, run: RunConfig) -> Verdict:
+        return self._verdict((spec,), run)
+
+    def pack_linear(self, spec: LinearSpec, linear: LinearWeights, run: RunConfig) -> TorchLinear:
+        weight = linear.weight
+        scales = weight.scales.float()
+        zeros = torch.zeros_like(scales) if weight.zeros is None else (SYMMETRIC_ZERO - weight.zeros.float()) * scales
+        return TorchLinear(
+            spec=spec,
+            packed=torch.ops.aten._convert_weight_to_int4pack_for_cpu(unpack_codes(weight.codes).int(), 1),
+            scale_and_zero=torch.stack((scales.t(), zeros.t()), dim=-1).to(run.dtype).contiguous(),
+            scales=weight.scales.clone(),
+            zeros=None if weight.zeros is None else weight.zeros.clone(),
+            perm=None if weight.perm is None else weight.perm.clone(),
+            bias=None if linear.bias is None else linear.bias.clone(),
+            path=f"torch/{str(run.dtype).removeprefix('torch.')}",
+        )
+
+    def pack_experts(self, spec: ExpertsSpec, experts: Iterable[ExpertWeights], run: RunConfig) -> TorchExperts:
+        packed = tuple(
+            (
+                None if e.gate is None else self.pack_linear(spec.gate, e.gate, run),
+                self.pack_linear(spec.up, e.up, run),
+                self.pack_linear(spec.down, e.down, run),
+            )
+            for e in experts
+        )
+        return TorchExperts(spec, packed, packed[0][1].path if packed else "torch")
+
+    def linear_forward(self, packed: TorchLinear, x: torch.Tensor) -> torch.Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        if not rows.shape[0]:
+            return x.new_empty(*x.shape[:-1], packed.spec.out_features)
+        dtype = packed.scale_and_zero.dtype
+        rows = (rows if packed.perm is None else rows[:, packed.perm]).to(dtype).contiguous()
+        y = torch.ops.aten._weight_int4pack_mm_for_cpu(
+            rows, packed.packed, packed.spec.group_size, packed.scale_and_zero
+        )
+        if packed.bias is not None:
+            y = y + packed.bias
+        return y.to(x.dtype).view(*x.shape[:-1], packed.spec.out_features)
+
+    def experts_forward(
+        self, packed: TorchExperts, x: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        def one(expert: int, rows: torch.Tensor) -> torch.Tensor:
+            gate, up, down = packed.experts[expert]
+            gated = None if gate is None else self.linear_forward(gate, rows).float()
+            h = packed.spec.activation.apply(gated, self.linear_forward(up, rows).float())
+            return self.linear_forward(down, h.to(x.dtype))
+
+        return run_grouped(x, top_k_index, top_k_weights, packed.spec.num_experts, one)
+
+    def unpack_linear(self, packed: TorchLinear) -> LinearWeights:
+        # The op's layout has no inverse in torch: multiplying the identity with scale 1 and zero 0 reads it back.
+        spec = packed.spec
+        plain = torch.zeros_like(packed.scale_and_zero, dtype=torch.float32)
+        plain[..., 0] = 1
+        eye = torch.eye(spec.in_features)
+        codes = torch.ops.aten._weight_int4pack_mm_for_cpu(eye, packed.packed, spec.group_size, plain)
+        weight = CanonicalWeight(
+            codes=pack_codes((codes.t() + SYMMETRIC_ZERO).round().to(torch.uint8)),
+            scales=packed.scales,
+            zeros=packed.zeros,
+            group_size=spec.group_size,
+            perm=packed.perm,
+        )
+        return LinearWeights(weight, packed.bias)
+
+    def unpack_experts(self, packed: TorchExperts) -> Iterator[ExpertWeights]:
+        for gate, up, down in packed.experts:
+            yield ExpertWeights(
+                None if gate is None else self.unpack_linear(gate), self.unpack_linear(up), self.unpack_linear(down)
+            )
