@@ -95,12 +95,14 @@ class RunConfig:
     """What the user's configuration says about one module.
 
     isa caps the instruction set (auto, scalar, avx2, avx2_vnni, avx512, amx); compute is w4a16 or w4a8;
-    dtype is the activations' dtype (bfloat16, float16 or float32).
+    dtype is the activations' dtype (bfloat16, float16 or float32). forced says that the user named this backend
+    (select.py sets it): a backend whose only path here is right but slow rejects the module unless it is forced.
     """
 
     isa: str = "auto"
     compute: str = "w4a16"
     dtype: torch.dtype = torch.bfloat16
+    forced: bool = False
 
 
 @dataclass(frozen=True)

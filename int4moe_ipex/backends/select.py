@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from int4moe_ipex.backends.base import Backend, ExpertsSpec, LinearSpec, RunConfig, Supported
 from int4moe_ipex.cpu import CpuFeatures
@@ -35,6 +35,7 @@ def choose(spec: ExpertsSpec | LinearSpec, cpu: CpuFeatures, run: RunConfig, bac
     table = available()
     if backend != "auto" and backend not in table:
         raise BackendError(f"unknown backend {backend!r}; known: auto, {', '.join(table)}")
+    run = replace(run, forced=backend != "auto")
     rejected: list[tuple[str, str]] = []
     for name in table if backend == "auto" else (backend,):
         engine = table[name]
