@@ -7,7 +7,7 @@ import importlib
 import typer
 
 # verb -> module that defines `command(app)`, which adds the verb (or a group of verbs) to the app
-VERBS: tuple[str, ...] = ()
+VERBS: tuple[str, ...] = ("config",)
 
 
 def build_app() -> typer.Typer:
@@ -23,4 +23,11 @@ def build_app() -> typer.Typer:
 
 
 def main() -> None:
-    build_app()()
+    """The console script. An error that this package raises on purpose is one line on stderr and exit status 2."""
+    from int4moe_ipex.errors import Int4MoeError
+
+    try:
+        build_app()()
+    except Int4MoeError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise SystemExit(2) from None
