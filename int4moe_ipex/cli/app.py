@@ -3,31 +3,42 @@
 from __future__ import annotations
 
 import importlib
+import sys
 
 import typer
 
-# verb -> module that defines `command(app)`, which adds the verb (or a group of verbs) to the app
-VERBS: tuple[str, ...] = ("config",)
+from int4moe_ipex.errors import Int4MoeError
+
+# Each is a module of this package with `command(app)`, which adds its verb (or a group of verbs) to the app.
+VERBS: tuple[str, ...] = ("generate", "perplexity")
 
 
 def build_app() -> typer.Typer:
+    """The typer application with every verb."""
     app = typer.Typer(
         name="int4moe",
-        help="INT4 Mixture-of-Experts models on x86 CPUs.",
+        help="INT4 Mixture-of-Experts models on x86 CPUs.\n\nExample: int4moe generate PATH --prompt TEXT",
         no_args_is_help=True,
         pretty_exceptions_enable=False,
+        rich_markup_mode="rich",
+        context_settings={"help_option_names": ["-h", "--help"]},
     )
+
+    @app.callback()
+    def top() -> None:
+        pass
+
     for verb in VERBS:
         importlib.import_module(f"int4moe_ipex.cli.{verb}").command(app)
     return app
 
 
 def main() -> None:
-    """The console script. An error that this package raises on purpose is one line on stderr and exit status 2."""
-    from int4moe_ipex.errors import Int4MoeError
-
+    """Runs the command; an error of this package is one message on stderr and exit status 2."""
     try:
         build_app()()
     except Int4MoeError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise SystemExit(2) from None
+        print(f"int4moe: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -108,11 +108,16 @@ class ComposedExpert(nn.Module):
 
     def __init__(self, expert: StoredExpert, activation: Activation, cpu: CpuFeatures, run: RunConfig, backend: str):
         super().__init__()
-        run = replace(run, dtype=torch.float32)
         self.activation = activation
-        self.gate = None if expert.gate is None else build_linear(*expert.gate, cpu, run, backend)
-        self.up = build_linear(*expert.up, cpu, run, backend)
-        self.down = build_linear(*expert.down, cpu, run, backend)
+        wide = replace(run, dtype=torch.float32)
+
+        def build(stored: tuple[Weight, torch.Tensor | None]) -> nn.Module:
+            # A 16-bit weight stays at 16 bits when the activations are; int4 ones take float32 at no cost.
+            return build_linear(*stored, cpu, wide if isinstance(stored[0], CanonicalWeight) else run, backend)
+
+        self.gate = None if expert.gate is None else build(expert.gate)
+        self.up = build(expert.up)
+        self.down = build(expert.down)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x.float()

@@ -1,0 +1,86 @@
+"""What several verbs share: options, loading with a progress bar, printing a load's paths."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+PathArgument = Annotated[Path, typer.Argument(help="Folder of the checkpoint.", show_default=False)]
+BackendOption = Annotated[str | None, typer.Option(help="auto, native, ipex, onednn, torch or reference.")]
+DtypeOption = Annotated[
+    str | None, typer.Option(help="float32, bfloat16 or float16, of activations and dense weights.")
+]
+ComputeOption = Annotated[str | None, typer.Option(help="w4a16 (exact activations) or w4a8 (int8 activations).")]
+ConfigOption = Annotated[Path | None, typer.Option(help="YAML configuration; see configs/auto.yaml.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text for people.")]
+
+
+def print_json(value: Any) -> None:
+    print(json.dumps(value, indent=1))
+
+
+def quiet_transformers() -> None:
+    """Keeps transformers' own bars and notices off the terminal."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
+def load_with_progress(path: Path, config: Path | None, as_json: bool, **options: Any) -> tuple[Any, Any]:
+    """(model, tokenizer); a bar on stderr unless the output is for machines or stderr is no terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    import int4moe_ipex
+
+    quiet_transformers()
+    chosen = {key: value for key, value in options.items() if value is not None}
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("loading"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[name]}"),
+    )
+    with Progress(*columns, console=console, transient=True, disable=as_json or not sys.stderr.isatty()) as bar:
+        task = bar.add_task("load", total=None, name="")
+
+        def step(done: int, total: int, name: str) -> None:
+            bar.update(task, completed=done, total=total, name=name)
+
+        model = int4moe_ipex.load(path, config, progress=step, **chosen)
+    return model, load_tokenizer(path)
+
+
+def load_tokenizer(path: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    from int4moe_ipex.errors import CheckpointError
+
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{path}: no usable tokenizer: {error}") from error
+
+
+def paths_summary(report: Any) -> list[dict[str, Any]]:
+    """For each path: how many modules run on it, an example, and why the rows before it were not taken."""
+    summary = []
+    for path, modules in report.paths.items():
+        here = set(modules)
+        reasons = [f"{row}: {reason}" for (row, reason), where in report.rejected.items() if here & set(where)]
+        summary.append({"path": path, "modules": len(here), "example": modules[-1], "rejected": reasons})
+    return summary
+
+
+def peak_rss_bytes() -> int:
+    """The process's peak resident memory."""
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,233 @@
+"""From a checkpoint folder to a transformers model whose experts and int4 linears run on this package's backends.
+
+The model is built on the meta device and filled by our own reader, layer by layer: a layer's experts are read,
+packed and dropped before the next one is touched, so that loading peaks at the packed size plus one layer.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from int4moe_ipex import formats
+from int4moe_ipex.canonical import dequantize
+from int4moe_ipex.checkpoint.files import Checkpoint
+from int4moe_ipex.config import Config
+from int4moe_ipex.cpu import CpuFeatures, detect
+from int4moe_ipex.errors import CheckpointError, UnsupportedModelError
+from int4moe_ipex.models.families import activation_of, family_of
+from int4moe_ipex.models.plan import LoadPlan, build_plan
+from int4moe_ipex.moe.experts import Int4Experts, StoredExpert
+from int4moe_ipex.moe.linear import Int4Linear, build_linear
+
+log = logging.getLogger("int4moe_ipex")
+
+Progress = Callable[[int, int, str], None]
+
+
+@dataclass
+class LoadReport:
+    """What a loaded model is made of; `model.int4moe_report`.
+
+    Attributes:
+        paths: path name (such as `native/avx2/w4a16`) -> module names that run on it.
+        rejected: (row, reason) -> module names for which a row before the chosen one was rejected.
+        warnings: one line each: disagreeing labels, a differing copy of a tied head.
+        packed_nbytes: bytes of all packed weights.
+    """
+
+    paths: dict[str, list[str]] = field(default_factory=dict)
+    rejected: dict[tuple[str, str], list[str]] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+    packed_nbytes: int = 0
+
+    def add(self, module: str, packed: Any, rejected: tuple[tuple[str, str], ...]) -> None:
+        self.paths.setdefault(packed.path, []).append(module)
+        for row in rejected:
+            self.rejected.setdefault(row, []).append(module)
+        self.packed_nbytes += sum(t.numel() * t.element_size() for t in packed.tensors().values())
+
+
+def load(
+    path: str | Path,
+    config: Any = None,
+    *,
+    dtype: torch.dtype | str | None = None,
+    attn_implementation: str | None = None,
+    progress: Progress | None = None,
+    **overrides: Any,
+) -> nn.Module:
+    """Loads a checkpoint folder as a transformers causal language model, ready for `generate`.
+
+    Args:
+        path: a local folder with config.json and safetensors files.
+        config: a YAML file's path, a mapping, a `Config`, or None for the default (see config.py).
+        dtype: of activations and dense weights: float32, bfloat16 or float16, as a name or a torch.dtype; None takes
+            the configuration's (bfloat16 by default).
+        attn_implementation: passed on to transformers.
+        progress: called as (done, total, module name) for each module that is read.
+        overrides: single keys of the configuration, such as backend="reference".
+
+    Raises:
+        CheckpointError and its kinds: files, formats or tensors at fault; all missing tensors are named.
+        UnsupportedModelError: a family that is not supported.
+        BackendError: no allowed backend can run a module.
+    """
+    if isinstance(dtype, torch.dtype):
+        dtype = str(dtype).removeprefix("torch.")
+    settings = Config.load(config, dtype=dtype, **overrides)
+    checkpoint = Checkpoint.open(path)
+    family = family_of(checkpoint.config)
+    activation = activation_of(checkpoint.config)
+    infos = formats.describe(checkpoint)
+    hf_config = _hf_config(checkpoint.path)
+    model = _meta_model(hf_config, getattr(torch, settings.dtype), attn_implementation)
+    plan = build_plan(model, family, checkpoint, infos)
+
+    filler = _Filler(model, checkpoint, settings, detect(), progress, plan)
+    filler.report.warnings += [*checkpoint.warnings, *plan.warnings]
+    filler.report.warnings += [w for info in infos.values() for w in info.warnings]
+    filler.fill_tensors()
+    filler.fill_linears()
+    filler.fill_experts(activation)
+    _finish(model, checkpoint.path, filler.report)
+    return model
+
+
+def _hf_config(path: Path) -> Any:
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    # transformers would look for a quantizer of its own; the formats are translated here instead.
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    return config
+
+
+def _meta_model(hf_config: Any, dtype: torch.dtype, attn_implementation: str | None) -> nn.Module:
+    from transformers import AutoModelForCausalLM
+
+    kwargs = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(hf_config, dtype=dtype, **kwargs)
+
+
+class _Filler:
+    """Fills a meta model by a plan; everything it makes is reachable from the model or dropped."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        checkpoint: Checkpoint,
+        settings: Config,
+        cpu: CpuFeatures,
+        progress: Progress | None,
+        plan: LoadPlan,
+    ):
+        self.model, self.checkpoint, self.settings, self.cpu = model, checkpoint, settings, cpu
+        self.dtype = getattr(torch, settings.dtype)
+        self.plan, self.progress = plan, progress
+        self.report = LoadReport()
+        self.done, self.total = 0, len(plan.linears) + sum(len(e.experts) for e in plan.experts)
+
+    def step(self, name: str) -> None:
+        self.done += 1
+        if self.progress is not None:
+            self.progress(self.done, self.total, name)
+
+    def fill_tensors(self) -> None:
+        strict = tuple(getattr(self.model, "_keep_in_fp32_modules_strict", None) or ())
+        for name, stored in self.plan.tensors.items():
+            if name not in self.plan.tied:
+                self._assign(name, self.checkpoint.tensor(stored), strict)
+        for name, info in self.plan.dequantized:
+            weight, _ = formats.read_linear(self.checkpoint, info)
+            self._assign(name, dequantize(weight), strict)
+        for name in self.plan.tied:
+            self._tie(name)
+        self._fill_computed_buffers()
+
+    def _assign(self, name: str, value: torch.Tensor, strict: tuple[str, ...]) -> None:
+        module_name, _, attribute = name.rpartition(".")
+        module = self.model.get_submodule(module_name)
+        if value.is_floating_point():
+            keep = any(pattern in name for pattern in strict)
+            target = torch.float32 if keep else self.dtype
+            # Embeddings are looked up row by row and may stay mapped; what is multiplied is copied to memory.
+            stays_mapped = isinstance(module, nn.Embedding) and value.dtype == target
+            value = value if stays_mapped else value.to(target, copy=True)
+        if attribute in module._parameters:
+            module._parameters[attribute] = nn.Parameter(value, requires_grad=False)
+        else:
+            module._buffers[attribute] = value
+
+    def _tie(self, name: str) -> None:
+        embedding = self.model.get_input_embeddings().weight
+        stored = self.plan.tensors.get(name)
+        if stored is not None and not torch.equal(self.checkpoint.tensor(stored).to(embedding.dtype), embedding):
+            self.report.warnings.append(
+                f"{stored} differs from the input embedding although tie_word_embeddings is true; the embedding is used"
+            )
+        module_name, _, attribute = name.rpartition(".")
+        self.model.get_submodule(module_name)._parameters[attribute] = embedding
+
+    def _fill_computed_buffers(self) -> None:
+        """Buffers that no checkpoint stores (rotary tables) are computed by transformers' own initialisation."""
+        for module in self.model.modules():
+            if any(
+                b.is_meta for n, b in module.named_buffers(recurse=False) if n in module._non_persistent_buffers_set
+            ):
+                module.to_empty(device="cpu", recurse=False)
+                self.model._init_weights(module)
+
+    def fill_linears(self) -> None:
+        for name, info in self.plan.linears:
+            weight, bias = formats.read_linear(self.checkpoint, info)
+            chosen = self.settings.for_module(name)
+            module = build_linear(weight, bias, self.cpu, chosen.run, chosen.backend)
+            if isinstance(module, Int4Linear):
+                self.report.add(name, module.packed, module.choice.rejected)
+            parent, _, child = name.rpartition(".")
+            setattr(self.model.get_submodule(parent), child, module)
+            self.step(name)
+
+    def fill_experts(self, activation) -> None:
+        for plan in self.plan.experts:
+            chosen = self.settings.for_module(plan.module)
+            stored = []
+            for trio in plan.experts:
+                stored.append(StoredExpert(*(formats.read_linear(self.checkpoint, info) for info in trio)))
+                self.step(plan.module)
+            module = Int4Experts(stored, activation, self.cpu, chosen.run, chosen.backend)
+            for pack in module.packs:
+                self.report.add(plan.module, pack.packed, pack.choice.rejected)
+            parent, _, child = plan.module.rpartition(".")
+            setattr(self.model.get_submodule(parent), child, module)
+
+
+def _finish(model: nn.Module, path: Path, report: LoadReport) -> None:
+    from transformers import GenerationConfig
+
+    left = [n for n, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta]
+    if left:
+        raise CheckpointError(f"{path}: these were not filled: {', '.join(left)}")
+    if (path / "generation_config.json").exists():
+        model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
+    model.config.name_or_path = str(path)
+    model.int4moe_report = report
+    model.save_pretrained = _no_save
+    model.eval()
+    for warning in report.warnings:
+        log.warning(warning)
+
+
+def _no_save(*args: Any, **kwargs: Any) -> None:
+    raise UnsupportedModelError(
+        "a packed model cannot be saved with save_pretrained, which would drop its experts; use `int4moe convert`"
+    )
