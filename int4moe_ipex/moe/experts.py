@@ -160,7 +160,7 @@ class Int4Experts(nn.Module):
         for ids in groups.values():
             spec = experts_spec([experts[i] for i in ids], activation)
             choice = choose(spec, cpu, run, backend)
-            packed = choice.backend.pack_experts(spec, _drain(experts, ids), run)
+            packed = choice.pack_experts(spec, _drain(experts, ids))
             self.packs.append(_Pack(choice, packed, ids, self.num_experts))
         for index in rest:
             self.composed[str(index)] = ComposedExpert(experts[index], activation, cpu, run, backend)

@@ -18,12 +18,12 @@ class Int4Linear(nn.Module):
     The packed weight is a plain attribute, not a parameter or buffer: `.to(dtype)` must not touch its scales.
     """
 
-    def __init__(self, choice: Choice, spec: LinearSpec, linear: LinearWeights, run: RunConfig):
+    def __init__(self, choice: Choice, spec: LinearSpec, linear: LinearWeights):
         super().__init__()
         self.in_features, self.out_features = spec.in_features, spec.out_features
         self.backend = choice.backend
         self.choice = choice
-        self.packed = choice.backend.pack_linear(spec, linear, run)
+        self.packed = choice.pack_linear(spec, linear)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.backend.linear_forward(self.packed, x)
@@ -72,4 +72,4 @@ def build_linear(
     if not isinstance(weight, CanonicalWeight):
         return DenseLinear(weight.weight, bias, run.dtype)
     spec = LinearSpec.of(weight, bias)
-    return Int4Linear(choose(spec, cpu, run, backend), spec, LinearWeights(weight, bias), run)
+    return Int4Linear(choose(spec, cpu, run, backend), spec, LinearWeights(weight, bias))
