@@ -12,7 +12,7 @@ import importlib
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from int4moe_ipex.backends.base import Backend, ExpertsSpec, LinearSpec, Packed, Rejected, RunConfig, Supported, Verdict
 from int4moe_ipex.cpu import CpuFeatures
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 Spec = ExpertsSpec | LinearSpec
+# What the configuration says of a module: a backend's name, `auto`, or the bands of `Config.bands(name)`.
+Wish: TypeAlias = "str | Sequence[ModuleConfig]"
 ANY = "any"
 NOT_ASKED = "the configuration asks for "
 
@@ -150,7 +152,7 @@ def choose(
     spec: Spec,
     cpu: CpuFeatures,
     run: RunConfig,
-    backend: str | Sequence[ModuleConfig] = "auto",
+    backend: Wish = "auto",
     on_unsupported: str = "error",
 ) -> Choice:
     """The first row that supports the module.

@@ -6,8 +6,9 @@ packed and dropped before the next one is touched, so that loading peaks at the 
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from int4moe_ipex import formats
+from int4moe_ipex import formats, threads
 from int4moe_ipex.canonical import dequantize
 from int4moe_ipex.checkpoint.files import Checkpoint
 from int4moe_ipex.config import Config
 from int4moe_ipex.cpu import CpuFeatures, detect
-from int4moe_ipex.errors import CheckpointError, UnsupportedModelError
+from int4moe_ipex.errors import BackendError, CheckpointError, UnsupportedModelError
 from int4moe_ipex.models.families import activation_of, family_of
 from int4moe_ipex.models.plan import LoadPlan, build_plan
 from int4moe_ipex.moe.experts import Int4Experts, StoredExpert
@@ -82,6 +83,7 @@ def load(
     if isinstance(dtype, torch.dtype):
         dtype = str(dtype).removeprefix("torch.")
     settings = Config.load(config, dtype=dtype, **overrides)
+    threads.apply(settings.threads)
     checkpoint = Checkpoint.open(path)
     family = family_of(checkpoint.config)
     activation = activation_of(checkpoint.config)
@@ -189,8 +191,9 @@ class _Filler:
     def fill_linears(self) -> None:
         for name, info in self.plan.linears:
             weight, bias = formats.read_linear(self.checkpoint, info)
-            chosen = self.settings.for_module(name)
-            module = build_linear(weight, bias, self.cpu, chosen.run, chosen.backend)
+            bands = self.settings.bands(name)
+            with _naming(name):
+                module = build_linear(weight, bias, self.cpu, bands[0].run, bands)
             if isinstance(module, Int4Linear):
                 self.report.add(name, module.packed, module.choice.rejected)
             parent, _, child = name.rpartition(".")
@@ -199,16 +202,26 @@ class _Filler:
 
     def fill_experts(self, activation) -> None:
         for plan in self.plan.experts:
-            chosen = self.settings.for_module(plan.module)
+            bands = self.settings.bands(plan.module)
             stored = []
             for trio in plan.experts:
                 stored.append(StoredExpert(*(formats.read_linear(self.checkpoint, info) for info in trio)))
                 self.step(plan.module)
-            module = Int4Experts(stored, activation, self.cpu, chosen.run, chosen.backend)
+            with _naming(plan.module):
+                module = Int4Experts(stored, activation, self.cpu, bands[0].run, bands)
             for pack in module.packs:
                 self.report.add(plan.module, pack.packed, pack.choice.rejected)
             parent, _, child = plan.module.rpartition(".")
             setattr(self.model.get_submodule(parent), child, module)
+
+
+@contextlib.contextmanager
+def _naming(module: str) -> Iterator[None]:
+    """Errors of choosing a backend name the module."""
+    try:
+        yield
+    except BackendError as error:
+        raise BackendError(f"{module}: {error}") from None
 
 
 def _finish(model: nn.Module, path: Path, report: LoadReport) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from int4moe_ipex.backends.base import ExpertsSpec, ExpertWeights, LinearSpec, LinearWeights, RunConfig
-from int4moe_ipex.backends.select import Choice, choose
+from int4moe_ipex.backends.select import Choice, Wish, choose
 from int4moe_ipex.canonical import CanonicalWeight, Weight
 from int4moe_ipex.cpu import CpuFeatures
 from int4moe_ipex.errors import BackendError
@@ -106,7 +106,7 @@ class _Pack:
 class ComposedExpert(nn.Module):
     """One expert made of single linears, each int4 or dense; float32 in between. x [m, H] -> [m, H] float32."""
 
-    def __init__(self, expert: StoredExpert, activation: Activation, cpu: CpuFeatures, run: RunConfig, backend: str):
+    def __init__(self, expert: StoredExpert, activation: Activation, cpu: CpuFeatures, run: RunConfig, backend: Wish):
         super().__init__()
         self.activation = activation
         wide = replace(run, dtype=torch.float32)
@@ -143,7 +143,7 @@ class Int4Experts(nn.Module):
         activation: Activation,
         cpu: CpuFeatures,
         run: RunConfig,
-        backend: str = "auto",
+        backend: Wish = "auto",
     ):
         super().__init__()
         self.num_experts = len(experts)

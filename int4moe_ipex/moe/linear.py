@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from int4moe_ipex.backends.base import LinearSpec, LinearWeights, RunConfig
-from int4moe_ipex.backends.select import Choice, choose
+from int4moe_ipex.backends.select import Choice, Wish, choose
 from int4moe_ipex.canonical import CanonicalWeight, Weight
 from int4moe_ipex.cpu import CpuFeatures
 
@@ -62,7 +62,7 @@ def build_linear(
     bias: torch.Tensor | None,
     cpu: CpuFeatures,
     run: RunConfig,
-    backend: str = "auto",
+    backend: Wish = "auto",
 ) -> Int4Linear | DenseLinear:
     """The module for one linear: int4 weights through the chosen backend, others dense.
 

@@ -47,4 +47,4 @@ def test_wrong_configuration_is_one_line_and_status_2(monkeypatch, capsys):
     with pytest.raises(SystemExit) as caught:
         cli.main()
     assert caught.value.code == 2
-    assert capsys.readouterr().err.startswith("error: avx51: no such configuration file")
+    assert capsys.readouterr().err.startswith("int4moe: avx51: no such configuration file")
