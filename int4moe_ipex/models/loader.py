@@ -93,8 +93,8 @@ def load(
     plan = build_plan(model, family, checkpoint, infos)
 
     filler = _Filler(model, checkpoint, settings, detect(), progress, plan)
-    filler.report.warnings += [*checkpoint.warnings, *plan.warnings]
-    filler.report.warnings += [w for info in infos.values() for w in info.warnings]
+    filler.report.warnings += checkpoint.warnings
+    filler.report.warnings += sorted({w for info in infos.values() for w in info.warnings})
     filler.fill_tensors()
     filler.fill_linears()
     filler.fill_experts(activation)
@@ -173,9 +173,9 @@ class _Filler:
         embedding = self.model.get_input_embeddings().weight
         stored = self.plan.tensors.get(name)
         if stored is not None and not torch.equal(self.checkpoint.tensor(stored).to(embedding.dtype), embedding):
-            self.report.warnings.append(
-                f"{stored} differs from the input embedding although tie_word_embeddings is true; the embedding is used"
-            )
+            warning = f"{stored} differs from the input embedding, which tie_word_embeddings says to use; it is used"
+            self.report.warnings.append(warning)
+            log.warning(warning)
         module_name, _, attribute = name.rpartition(".")
         self.model.get_submodule(module_name)._parameters[attribute] = embedding
 
@@ -236,8 +236,6 @@ def _finish(model: nn.Module, path: Path, report: LoadReport) -> None:
     model.int4moe_report = report
     model.save_pretrained = _no_save
     model.eval()
-    for warning in report.warnings:
-        log.warning(warning)
 
 
 def _no_save(*args: Any, **kwargs: Any) -> None:

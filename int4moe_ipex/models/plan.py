@@ -34,7 +34,6 @@ class LoadPlan:
         dequantized: (parameter name, info) of quantized weights whose module is no linear, such as a router.
         tensors: parameter or buffer name -> tensor name in the checkpoint.
         tied: names of parameters that share the input embedding.
-        warnings: one line each.
     """
 
     experts: list[ExpertsPlan] = field(default_factory=list)
@@ -42,7 +41,6 @@ class LoadPlan:
     dequantized: list[tuple[str, LinearInfo]] = field(default_factory=list)
     tensors: dict[str, str] = field(default_factory=dict)
     tied: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
 
 
 def is_experts(module: nn.Module) -> bool:
