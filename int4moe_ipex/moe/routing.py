@@ -94,9 +94,13 @@ def run_grouped(
         slots = torch.zeros(tokens.shape[0] * k, x.shape[1])
         for expert, where in group_by_expert(ids[part], num_experts):
             slots[where] = expert_forward(expert, tokens[where // k]).float() * weights[where]
-        slots = slots.view(tokens.shape[0], k, x.shape[1])
-        total = torch.zeros(tokens.shape[0], x.shape[1])
-        for slot in range(k):
-            total += slots[:, slot]
-        out[part] = total.to(x.dtype)
+        out[part] = sum_slots(slots.view(tokens.shape[0], k, x.shape[1])).to(x.dtype)
     return out
+
+
+def sum_slots(slots: torch.Tensor) -> torch.Tensor:
+    """Weighted results of each slot, float32 [T, k, H], added in the order of k -> [T, H]."""
+    total = torch.zeros(slots.shape[0], slots.shape[2])
+    for slot in range(slots.shape[1]):
+        total += slots[:, slot]
+    return total
