@@ -23,6 +23,7 @@ from int4moe_ipex.config import Config
 from int4moe_ipex.cpu import CpuFeatures, detect
 from int4moe_ipex.errors import BackendError, CheckpointError, UnsupportedModelError
 from int4moe_ipex.models.families import activation_of, family_of
+from int4moe_ipex.models.meta import meta_device
 from int4moe_ipex.models.plan import LoadPlan, build_plan
 from int4moe_ipex.moe.experts import Int4Experts, StoredExpert
 from int4moe_ipex.moe.linear import Int4Linear, build_linear
@@ -116,7 +117,7 @@ def _meta_model(hf_config: Any, dtype: torch.dtype, attn_implementation: str | N
     from transformers import AutoModelForCausalLM
 
     kwargs = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
-    with torch.device("meta"):
+    with meta_device():
         return AutoModelForCausalLM.from_config(hf_config, dtype=dtype, **kwargs)
 
 

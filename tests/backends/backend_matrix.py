@@ -7,7 +7,7 @@ biases, scale dtypes and activations; `check_linear` and `check_experts` run one
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -22,8 +22,8 @@ from int4moe_ipex.backends.base import (
     RunConfig,
 )
 from int4moe_ipex.backends.reference import ReferenceBackend
-from int4moe_ipex.canonical import CanonicalWeight, pack_codes
 from int4moe_ipex.moe.activations import GATED, Activation
+from tests.weights import random_weight
 
 REFERENCE = ReferenceBackend()
 # Relative Frobenius error against the float32 reference that W4A16 may have, by the activations' dtype.
@@ -49,25 +49,6 @@ EXPERTS = ((64, 32, 32), (128, 96, 32), (64, 128, 64), (64, 64, 64), (64, 40, 32
 TOKENS = (0, 1, 3, 5, 33)
 
 
-def random_weight(
-    n: int,
-    k: int,
-    group_size: int,
-    *,
-    symmetric: bool,
-    act_order: bool = False,
-    scales_dtype: torch.dtype = torch.float16,
-    generator: torch.Generator,
-) -> CanonicalWeight:
-    """Uniform codes and zeros, positive scales that give W a spread of about 1 / sqrt(K), a random permutation."""
-    groups = -(-k // group_size)
-    codes = torch.randint(0, 16, (n, k), dtype=torch.uint8, generator=generator)
-    scales = (torch.rand(n, groups, generator=generator) + 0.5) * (0.2 / k**0.5)
-    zeros = None if symmetric else torch.randint(0, 16, (n, groups), dtype=torch.uint8, generator=generator)
-    perm = torch.randperm(k, generator=generator).int() if act_order else None
-    return CanonicalWeight(pack_codes(codes), scales.to(scales_dtype), zeros, group_size, perm)
-
-
 @dataclass(frozen=True)
 class LinearCase:
     out_features: int
@@ -80,13 +61,13 @@ class LinearCase:
 
     def build(self, generator: torch.Generator) -> LinearWeights:
         weight = random_weight(
+            generator,
             self.out_features,
             self.in_features,
             self.group_size,
             symmetric=self.symmetric,
             act_order=self.act_order,
             scales_dtype=self.scales_dtype,
-            generator=generator,
         )
         bias = torch.randn(self.out_features, generator=generator).to(torch.bfloat16) if self.bias else None
         return LinearWeights(weight, bias)
@@ -124,15 +105,14 @@ class ExpertsCase:
 
         def linear(n: int, k: int, plain: bool, perm: torch.Tensor | None = None) -> LinearWeights:
             weight = random_weight(
+                generator,
                 n,
                 k,
                 min(self.group_size, k),
                 symmetric=self.symmetric or plain,
                 act_order=self.act_order and not plain,
-                generator=generator,
+                perm=perm,
             )
-            if perm is not None:
-                weight = replace(weight, perm=perm)
             return LinearWeights(weight, torch.randn(n, generator=generator).half() if self.bias else None)
 
         experts = []

@@ -9,22 +9,22 @@ from collections import Counter
 
 import pytest
 import torch
-from backend_matrix import (
-    TOLERANCE,
-    ExpertsCase,
-    check_experts,
-    check_linear,
-    experts_cases,
-    linear_cases,
-    random_weight,
-    relative_error,
-)
 
 from int4moe_ipex import cpu
 from int4moe_ipex.backends import ipex
 from int4moe_ipex.backends.base import ExpertWeights, LinearSpec, LinearWeights, Rejected, RunConfig, Supported
 from int4moe_ipex.canonical import CanonicalWeight, dequantize
 from int4moe_ipex.errors import RoutingError
+from tests.backends.backend_matrix import (
+    TOLERANCE,
+    ExpertsCase,
+    check_experts,
+    check_linear,
+    experts_cases,
+    linear_cases,
+    relative_error,
+)
+from tests.weights import random_weight
 
 available, how = ipex.status()
 pytestmark = [pytest.mark.ipex, pytest.mark.skipif(not available, reason=how)]
@@ -88,7 +88,7 @@ def test_fused_operator_runs_silu_experts_and_only_those():
 
 @pytest.mark.skipif(HAS_PACKED_TIER, reason="this CPU has IPEX's packed tier")
 def test_reference_tier_runs_only_when_forced():
-    weight = random_weight(64, 128, 32, symmetric=True, generator=torch.Generator().manual_seed(1))
+    weight = random_weight(torch.Generator().manual_seed(1), 64, 128, 32, symmetric=True)
     spec = LinearSpec.of(weight)
     refused = BACKEND.support_linear(spec, cpu.detect(), RunConfig())
     assert isinstance(refused, Rejected) and "avx512_fp16" in refused.reason and "backend: ipex" in refused.reason
@@ -113,7 +113,7 @@ def test_packed_tier_is_promised_where_the_flags_are(monkeypatch):
 
 
 def test_group_size_that_is_no_power_of_two_is_split():
-    weight = random_weight(32, 192, 96, symmetric=False, generator=torch.Generator().manual_seed(2))
+    weight = random_weight(torch.Generator().manual_seed(2), 32, 192, 96, symmetric=False)
     packed = pack(weight, forced())
     assert packed.context.get_scales().shape == (32, 6)
     assert torch.equal(BACKEND.unpack_linear(packed).weight.scales, weight.scales)
@@ -130,7 +130,7 @@ def test_a_single_row_is_rejected():
 
 
 def test_one_group_per_row_is_given_as_no_groups():
-    weight = random_weight(64, 128, 128, symmetric=False, generator=torch.Generator().manual_seed(3))
+    weight = random_weight(torch.Generator().manual_seed(3), 64, 128, 128, symmetric=False)
     with pytest.raises(IndexError):  # what IPEX does with it as it stands
         raw_context(weight, ipex.LOWP_NONE)
     x = torch.randn(2, 128)
@@ -139,7 +139,7 @@ def test_one_group_per_row_is_given_as_no_groups():
 
 
 def test_large_activations_do_not_overflow():
-    weight = random_weight(64, 128, 32, symmetric=True, generator=torch.Generator().manual_seed(4))
+    weight = random_weight(torch.Generator().manual_seed(4), 64, 128, 32, symmetric=True)
     x = torch.full((1, 128), 1e5).bfloat16()
     context = raw_context(weight, lowp=2)  # IPEX's BF16 mode: float16 below five rows
     assert not torch.ops.torch_ipex.ipex_woq_linear(x, context.get_data_handle()).isfinite().all()
