@@ -221,8 +221,9 @@ def _tell(choice: Choice, row: Row, failed: list[str], backend: str) -> None:
     if failed:
         _warn((choice.path, backend), f"what is asked for cannot run ({failed[0]}); running {choice.path} instead")
     elif backend == "auto" and row.slow:
-        reasons = dict.fromkeys(reason for name, reason in choice.rejected if name.startswith("native/"))
-        why = "; ".join(reasons) or "no faster row fits"
+        native = dict.fromkeys(reason for name, reason in choice.rejected if name.startswith("native/"))
+        # Rows for other CPUs or another compute are not what the user misses.
+        why = "; ".join([r for r in native if not r.startswith(("this CPU lacks", "computes"))] or native)
         _warn((choice.path, backend), f"running {choice.path}, which is slower than the native core ({why})")
 
 

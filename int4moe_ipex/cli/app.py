@@ -10,7 +10,13 @@ import typer
 from int4moe_ipex.errors import Int4MoeError
 
 # Each is a module of this package with `command(app)`, which adds its verb (or a group of verbs) to the app.
-VERBS: tuple[str, ...] = ("generate", "perplexity", "inspect", "config")
+VERBS: tuple[str, ...] = (
+    "inspect",
+    "doctor",
+    "generate",
+    "perplexity",
+    "config",
+)
 
 
 def build_app() -> typer.Typer:

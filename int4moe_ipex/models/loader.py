@@ -25,6 +25,7 @@ from int4moe_ipex.errors import BackendError, CheckpointError, UnsupportedModelE
 from int4moe_ipex.models.families import activation_of, family_of
 from int4moe_ipex.models.meta import meta_device
 from int4moe_ipex.models.plan import LoadPlan, build_plan
+from int4moe_ipex.moe.activations import Activation
 from int4moe_ipex.moe.experts import Int4Experts, StoredExpert
 from int4moe_ipex.moe.linear import Int4Linear, build_linear
 
@@ -85,22 +86,37 @@ def load(
         dtype = str(dtype).removeprefix("torch.")
     settings = Config.load(config, dtype=dtype, **overrides)
     threads.apply(settings.threads)
+    prepared = prepare(path, settings, attn_implementation)
+    filler = _Filler(prepared.model, prepared.checkpoint, settings, detect(), progress, prepared.plan)
+    filler.report.warnings += prepared.warnings
+    filler.fill_tensors()
+    filler.fill_linears()
+    filler.fill_experts(prepared.activation)
+    _finish(prepared.model, prepared.checkpoint.path, filler.report)
+    return prepared.model
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A checkpoint matched with its model, from headers alone; model is on the meta device."""
+
+    checkpoint: Checkpoint
+    model: nn.Module
+    plan: LoadPlan
+    activation: Activation
+    warnings: list[str]
+
+
+def prepare(path: str | Path, settings: Config, attn_implementation: str | None = None) -> Prepared:
+    """Everything that a load decides before it reads or allocates a tensor. Raises what `load` raises for that."""
     checkpoint = Checkpoint.open(path)
     family = family_of(checkpoint.config)
     activation = activation_of(checkpoint.config)
     infos = formats.describe(checkpoint)
-    hf_config = _hf_config(checkpoint.path)
-    model = _meta_model(hf_config, getattr(torch, settings.dtype), attn_implementation)
+    model = _meta_model(_hf_config(checkpoint.path), getattr(torch, settings.dtype), attn_implementation)
     plan = build_plan(model, family, checkpoint, infos)
-
-    filler = _Filler(model, checkpoint, settings, detect(), progress, plan)
-    filler.report.warnings += checkpoint.warnings
-    filler.report.warnings += sorted({w for info in infos.values() for w in info.warnings})
-    filler.fill_tensors()
-    filler.fill_linears()
-    filler.fill_experts(activation)
-    _finish(model, checkpoint.path, filler.report)
-    return model
+    warnings = [*checkpoint.warnings, *sorted({w for info in infos.values() for w in info.warnings})]
+    return Prepared(checkpoint, model, plan, activation, warnings)
 
 
 def _hf_config(path: Path) -> Any:
