@@ -15,6 +15,10 @@ from int4moe_ipex.errors import FormatError
 FLOAT_DTYPES = (*SCALE_DTYPES, torch.float64)
 
 
+# A router's own parameters, which may stand beside its quantized weight; they belong to the model, not to a format.
+ROUTER_OWN = ("e_score_correction_bias",)
+
+
 @dataclass
 class Parts:
     """The stored tensors of one module, by suffix, and the problems found in them."""
@@ -32,7 +36,7 @@ class Parts:
         return not missing
 
     def only(self, *known: str) -> None:
-        unknown = [suffix for suffix in self.headers if suffix not in known]
+        unknown = [suffix for suffix in self.headers if suffix not in known and suffix not in ROUTER_OWN]
         self.problems += [f"{self.name}.{suffix}: is not a tensor of this format" for suffix in unknown]
 
     def shape(self, suffix: str) -> tuple[int, ...]:
