@@ -19,7 +19,6 @@ import torch
 from safetensors.torch import save_file
 
 from int4moe_ipex.errors import ConfigError
-from int4moe_ipex.models.meta import meta_device
 
 FORMATS = ("gptq", "awq", "compressed-tensors")
 # checkpoint names of (gate, up, down) where they are not those of the model's modules
@@ -300,7 +299,7 @@ def write_checkpoint(
         if "first_k_dense_replace" in fields:
             fields["first_k_dense_replace"] = min(fields["first_k_dense_replace"], max(layers - 1, 0))
     hf_config = AutoConfig.for_model(fields.pop("model_type"), **fields)
-    with meta_device():
+    with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(hf_config)
     path.mkdir(parents=True, exist_ok=True)
     for stale in (*path.glob("*.safetensors"), *path.glob("*.index.json")):

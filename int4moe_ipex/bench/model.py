@@ -1,0 +1,172 @@
+"""A whole model: prefill and decode tokens per second, memory, and what a step's time goes to."""
+
+from __future__ import annotations
+
+import statistics
+import time
+import warnings
+from collections import defaultdict
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from int4moe_ipex.moe.experts import Int4Experts
+
+# Class-name endings -> part; what no module of these covers (residuals, rotary tables, Python) is "other".
+PARTS = (
+    ("Attention", "attention"),
+    ("Norm", "norms"),
+    ("TopKRouter", "router"),
+    ("Gate", "router"),
+    ("Experts", "experts"),
+    ("Embedding", "embedding"),
+)
+
+
+@dataclass(frozen=True)
+class ModelResult:
+    """Tokens per second (median runs), bytes, and seconds of one decode step by part of the model."""
+
+    prompt_tokens: int
+    new_tokens: int
+    prefill_rate: float
+    decode_rate: float
+    decode_seconds: list[float]
+    peak_rss_bytes: int
+    packed_bytes: int
+    decode_parts: dict[str, float]
+    prefill_parts: dict[str, float]
+
+    @property
+    def outside_experts(self) -> float:
+        """Share of a decode step that does not go into the routed experts."""
+        return 1 - self.decode_parts.get("experts", 0.0) / sum(self.decode_parts.values())
+
+
+def peak_rss_bytes() -> int:
+    """VmHWM of this process; /proc's figure, which starts anew at exec, unlike getrusage's."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def _part_of(name: str, module: nn.Module) -> str | None:
+    if isinstance(module, Int4Experts):
+        return "experts"
+    if name.endswith("lm_head"):
+        return "lm_head"
+    if name.endswith(("mlp.gate", "block_sparse_moe.gate")):
+        return "router"
+    if "shared_expert" in name.rpartition(".")[2]:
+        return "shared experts"
+    for ending, part in PARTS:
+        if type(module).__name__.endswith(ending):
+            return part
+    return None
+
+
+@contextmanager
+def breakdown(model: nn.Module):
+    """Within the block, adds up the seconds spent in each part's modules, each part without those nested in it.
+
+    Yields:
+        A dict part -> seconds, complete when the block ends; "other" is what no part covers.
+    """
+    seconds: dict[str, float] = defaultdict(float)
+    stack: list[list[Any]] = []  # [part, start, seconds of nested parts]
+
+    def enter(part: str):
+        def hook(*_: Any) -> None:
+            stack.append([part, time.perf_counter(), 0.0])
+
+        return hook
+
+    def leave(*_: Any) -> None:
+        part, start, nested = stack.pop()
+        taken = time.perf_counter() - start
+        seconds[part] += taken - nested
+        if stack:
+            stack[-1][2] += taken
+
+    handles = []
+    for name, module in model.named_modules():
+        part = _part_of(name, module)
+        if part is not None:
+            handles += [module.register_forward_pre_hook(enter(part)), module.register_forward_hook(leave)]
+    start = time.perf_counter()
+    try:
+        yield seconds
+    finally:
+        total = time.perf_counter() - start
+        for handle in handles:
+            handle.remove()
+        seconds["other"] = total - sum(seconds.values())
+
+
+class _Session:
+    """Greedy decoding by plain forward calls with a cache, without generate()'s own work."""
+
+    def __init__(self, model: nn.Module):
+        self.model = model
+        self.cache: Any = None
+        self.next: torch.Tensor | None = None
+
+    def feed(self, ids: torch.Tensor) -> None:
+        with warnings.catch_warnings():
+            # Newer transformers call it `cache` and still take the name that all supported versions know.
+            warnings.simplefilter("ignore", FutureWarning)
+            out = self.model(input_ids=ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        self.cache = out.past_key_values
+        self.next = out.logits[:, -1:].argmax(-1)
+
+    def step(self) -> None:
+        self.feed(self.next)
+
+
+def measure(model: nn.Module, prompt_tokens: int = 512, new_tokens: int = 64, repeat: int = 3) -> ModelResult:
+    """Feeds random ids, then decodes greedily.
+
+    Args:
+        repeat: prefills, each on fresh random ids; the last one's cache is decoded from.
+    """
+    vocabulary = model.config.get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(0)
+
+    def prompt() -> torch.Tensor:
+        return torch.randint(0, vocabulary, (1, prompt_tokens), generator=generator)
+
+    with torch.inference_mode():
+        _Session(model).feed(prompt()[:, :8])  # first touch of every page and library
+        prefills = []
+        for _ in range(repeat):
+            session, ids = _Session(model), prompt()
+            start = time.perf_counter()
+            session.feed(ids)
+            prefills.append(time.perf_counter() - start)
+        steps = []
+        for _ in range(new_tokens):
+            start = time.perf_counter()
+            session.step()
+            steps.append(time.perf_counter() - start)
+        with breakdown(model) as decode_parts:
+            for _ in range(max(1, new_tokens // 4)):
+                session.step()
+        with breakdown(model) as prefill_parts:
+            _Session(model).feed(prompt())
+    counted = max(1, new_tokens // 4)
+    return ModelResult(
+        prompt_tokens=prompt_tokens,
+        new_tokens=new_tokens,
+        prefill_rate=prompt_tokens / statistics.median(prefills),
+        decode_rate=1 / statistics.median(steps),
+        decode_seconds=steps,
+        peak_rss_bytes=peak_rss_bytes(),
+        packed_bytes=model.int4moe_report.packed_nbytes,
+        decode_parts={part: seconds / counted for part, seconds in decode_parts.items()},
+        prefill_parts=dict(prefill_parts),
+    )
