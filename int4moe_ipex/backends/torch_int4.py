@@ -1,7 +1,8 @@
 """torch's own int4 op, `aten::_weight_int4pack_mm_for_cpu`, one call per projection.
 
 The op computes (q - 8) * s + z with s and z in the activations' dtype (so z = (8 - zero) * s is rounded to it);
-it is vectorised in bfloat16 only. Its packed layout depends on the CPU: it is made at load and never stored.
+it is vectorised in bfloat16 only. float16 activations run in float32: the op would overflow before the routing weight
+is applied. Its packed layout depends on the CPU: it is made at load and never stored.
 """
 
 from __future__ import annotations
@@ -73,6 +74,14 @@ def _reject(spec: LinearSpec) -> str | None:
     return None
 
 
+def _compute_dtype(run: RunConfig) -> torch.dtype:
+    return torch.bfloat16 if run.dtype == torch.bfloat16 else torch.float32
+
+
+def _path(run: RunConfig) -> str:
+    return f"torch/{str(_compute_dtype(run)).removeprefix('torch.')}"
+
+
 class TorchInt4Backend:
     """W4A16 through torch's int4 op; weights stay int4, act-order permutes the activations on every call."""
 
@@ -85,9 +94,8 @@ class TorchInt4Backend:
             reason = None if spec is None else _reject(spec)
             if reason:
                 return Rejected(reason)
-        dtype = str(run.dtype).removeprefix("torch.")
         note = "" if run.dtype == torch.bfloat16 else "the op is not vectorised outside bfloat16"
-        return Supported(f"torch/{dtype}", note)
+        return Supported(_path(run), note)
 
     def support_experts(self, spec: ExpertsSpec, cpu: CpuFeatures, run: RunConfig) -> Verdict:
         return self._verdict((spec.gate, spec.up, spec.down), run)
@@ -102,12 +110,12 @@ class TorchInt4Backend:
         return TorchLinear(
             spec=spec,
             packed=torch.ops.aten._convert_weight_to_int4pack_for_cpu(unpack_codes(weight.codes).int(), 1),
-            scale_and_zero=torch.stack((scales.t(), zeros.t()), dim=-1).to(run.dtype).contiguous(),
+            scale_and_zero=torch.stack((scales.t(), zeros.t()), dim=-1).to(_compute_dtype(run)).contiguous(),
             scales=weight.scales.clone(),
             zeros=None if weight.zeros is None else weight.zeros.clone(),
             perm=None if weight.perm is None else weight.perm.clone(),
             bias=None if linear.bias is None else linear.bias.clone(),
-            path=f"torch/{str(run.dtype).removeprefix('torch.')}",
+            path=_path(run),
         )
 
     def pack_experts(self, spec: ExpertsSpec, experts: Iterable[ExpertWeights], run: RunConfig) -> TorchExperts:
@@ -119,7 +127,7 @@ class TorchInt4Backend:
             )
             for e in experts
         )
-        return TorchExperts(spec, packed, packed[0][1].path if packed else "torch")
+        return TorchExperts(spec, packed, _path(run))
 
     def linear_forward(self, packed: TorchLinear, x: torch.Tensor) -> torch.Tensor:
         rows = x.reshape(-1, x.shape[-1])
@@ -139,9 +147,10 @@ class TorchInt4Backend:
     ) -> torch.Tensor:
         def one(expert: int, rows: torch.Tensor) -> torch.Tensor:
             gate, up, down = packed.experts[expert]
+            rows = rows.to(up.scale_and_zero.dtype)
             gated = None if gate is None else self.linear_forward(gate, rows).float()
             h = packed.spec.activation.apply(gated, self.linear_forward(up, rows).float())
-            return self.linear_forward(down, h.to(x.dtype))
+            return self.linear_forward(down, h.to(rows.dtype))
 
         return run_grouped(x, top_k_index, top_k_weights, packed.spec.num_experts, one)
 
