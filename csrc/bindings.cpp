@@ -1,0 +1,182 @@
+// The Python boundary: numbers and addresses only. Python (backends/native.py) has checked shapes, dtypes, devices and
+// strides before it calls; ids are checked here, before any work.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <algorithm>
+#include <stdexcept>
+
+#include "core/cpu_features.h"
+#include "core/experts.h"
+#include "core/linear.h"
+#include "core/pack.h"
+#include "core/threads.h"
+
+namespace nb = nanobind;
+using namespace int4moe;
+
+namespace {
+
+template <class T>
+T* address(uintptr_t p) {
+  return reinterpret_cast<T*>(p);
+}
+
+const Kernels& usable(const std::string& isa, const std::string& compute) {
+  const Kernels* k = find_kernels(isa.c_str(), compute.c_str());
+  if (!k) throw std::invalid_argument("this build has no kernels for " + isa + "/" + compute);
+  if ((k->features & cpu_features()) != k->features) {
+    throw std::invalid_argument("this CPU or operating system lacks what " + isa + "/" + compute + " needs");
+  }
+  return *k;
+}
+
+// numbers: rows, columns, group_size, scale_type, zeros, bias, perm
+constexpr size_t kDimsNumbers = 7;
+
+Dims dims(const std::vector<int>& n, size_t at) {
+  Dims d;
+  d.rows = n[at];
+  d.columns = n[at + 1];
+  d.group_size = n[at + 2];
+  d.scale_type = ScaleType(n[at + 3]);
+  d.zeros = n[at + 4];
+  d.bias = n[at + 5];
+  d.perm = n[at + 6];
+  return d;
+}
+
+Layout layout_of(int experts, const std::vector<int>& numbers) {
+  if (numbers.size() != kProjections * kDimsNumbers) throw std::invalid_argument("expected 3 x 7 numbers");
+  return Layout(experts, dims(numbers, 0), dims(numbers, kDimsNumbers), dims(numbers, 2 * kDimsNumbers));
+}
+
+class PyLayout {
+ public:
+  PyLayout(int experts, const std::vector<int>& numbers) : layout(layout_of(experts, numbers)) {}
+  Layout layout;
+};
+
+Canonical canonical(uintptr_t codes, uintptr_t scales, uintptr_t zeros, uintptr_t bias, uintptr_t perm) {
+  return {address<uint8_t>(codes), address<uint8_t>(scales), address<uint8_t>(zeros), address<float>(bias),
+          address<int32_t>(perm)};
+}
+
+class PyExperts {
+ public:
+  PyExperts(const PyLayout& layout, const std::string& isa, const std::string& compute, int activation, float alpha,
+            float limit, bool one_input)
+      : layout_(layout.layout) {
+    args_.kernels = &usable(isa, compute);
+    args_.activation = ActivationKind(activation);
+    args_.alpha = alpha;
+    args_.limit = limit;
+    args_.one_input = one_input;
+  }
+
+  // Returns -1, or the flat position of the first bad id (nothing was written then).
+  int64_t forward(uintptr_t blob, int threads, int type, int64_t tokens, uintptr_t x, int64_t x_stride, uintptr_t ids,
+                  bool wide_ids, int64_t id_stride0, int64_t id_stride1, uintptr_t weights, int weight_type,
+                  int64_t weight_stride0, int64_t weight_stride1, int top_k, uintptr_t y, int64_t y_stride) const {
+    Routing r;
+    r.ids = address<void>(ids);
+    r.wide_ids = wide_ids;
+    r.id_stride[0] = id_stride0;
+    r.id_stride[1] = id_stride1;
+    r.weights = address<void>(weights);
+    r.weight_type = FloatType(weight_type);
+    r.weight_stride[0] = weight_stride0;
+    r.weight_stride[1] = weight_stride1;
+    r.tokens = tokens;
+    r.top_k = top_k;
+    ExpertsArgs a = args_;
+    a.layout = &layout_;
+    a.blob = address<const uint8_t>(blob);
+    a.x = address<void>(x);
+    a.type = FloatType(type);
+    a.x_stride = x_stride;
+    a.y = address<void>(y);
+    a.y_stride = y_stride;
+    a.threads = std::max(threads, 1);
+    nb::gil_scoped_release release;
+    const int64_t bad = find_bad_id(r, layout_.experts());
+    if (bad < 0) experts_forward(a, r);
+    return bad;
+  }
+
+ private:
+  Layout layout_;
+  ExpertsArgs args_;
+};
+
+class PyLinear {
+ public:
+  PyLinear(const PyLayout& layout, const std::string& isa, const std::string& compute) : layout_(layout.layout) {
+    kernels_ = &usable(isa, compute);
+  }
+
+  void forward(uintptr_t blob, int threads, int type, int64_t tokens, uintptr_t x, int64_t x_stride, uintptr_t y,
+               int64_t y_stride) const {
+    LinearArgs a;
+    a.layout = &layout_;
+    a.kernels = kernels_;
+    a.blob = address<const uint8_t>(blob);
+    a.x = address<void>(x);
+    a.type = FloatType(type);
+    a.tokens = tokens;
+    a.x_stride = x_stride;
+    a.y = address<void>(y);
+    a.y_stride = y_stride;
+    a.threads = std::max(threads, 1);
+    nb::gil_scoped_release release;
+    linear_forward(a);
+  }
+
+ private:
+  Layout layout_;
+  const Kernels* kernels_;
+};
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+  m.doc() = "int4moe_ipex's C++ core; use int4moe_ipex.backends.native";
+
+  m.def("cpu_features", &cpu_features, "bits of core/cpu_features.h that CPUID, XCR0 and the kernel grant");
+  m.def("thread_runtime", &thread_runtime);
+  m.def("rows", [] {
+    std::vector<std::vector<std::string>> rows;
+    for (const Kernels* const* k = all_kernels(); *k; ++k) {
+      const bool here = ((*k)->features & cpu_features()) == (*k)->features;
+      rows.push_back({(*k)->isa, (*k)->compute, here ? "usable" : "not on this CPU"});
+    }
+    return rows;
+  }, "[isa, compute, usable or not] of every row of this build, narrow to wide");
+
+  nb::class_<PyLayout>(m, "Layout")
+      .def(nb::init<int, const std::vector<int>&>(), nb::arg("experts"), nb::arg("numbers"))
+      .def_prop_ro("expert_bytes", [](const PyLayout& l) { return l.layout.expert_bytes(); })
+      .def_prop_ro("total_bytes", [](const PyLayout& l) { return l.layout.total_bytes(); })
+      .def("pack",
+           [](const PyLayout& l, uintptr_t blob, int expert, int projection, uintptr_t codes, uintptr_t scales,
+              uintptr_t zeros, uintptr_t bias, uintptr_t perm, uintptr_t row_perm, int threads) {
+             nb::gil_scoped_release release;
+             pack(l.layout, address<uint8_t>(blob), expert, Projection(projection),
+                  canonical(codes, scales, zeros, bias, perm), address<const int32_t>(row_perm), threads);
+           })
+      .def("unpack", [](const PyLayout& l, uintptr_t blob, int expert, int projection, uintptr_t codes,
+                        uintptr_t scales, uintptr_t zeros, uintptr_t bias, uintptr_t perm, uintptr_t row_perm,
+                        int threads) {
+        nb::gil_scoped_release release;
+        return unpack(l.layout, address<const uint8_t>(blob), expert, Projection(projection),
+               canonical(codes, scales, zeros, bias, perm), address<const int32_t>(row_perm), threads);
+      });
+
+  nb::class_<PyExperts>(m, "Experts")
+      .def(nb::init<const PyLayout&, const std::string&, const std::string&, int, float, float, bool>())
+      .def("forward", &PyExperts::forward);
+  nb::class_<PyLinear>(m, "Linear")
+      .def(nb::init<const PyLayout&, const std::string&, const std::string&>())
+      .def("forward", &PyLinear::forward);
+}
