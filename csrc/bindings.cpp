@@ -23,14 +23,26 @@ T* address(uintptr_t p) {
   return reinterpret_cast<T*>(p);
 }
 
-const Kernels& usable(const std::string& isa, const std::string& compute) {
-  const Kernels* k = find_kernels(isa.c_str(), compute.c_str());
-  if (!k) throw std::invalid_argument("this build has no kernels for " + isa + "/" + compute);
-  if ((k->features & cpu_features()) != k->features) {
-    throw std::invalid_argument("this CPU or operating system lacks what " + isa + "/" + compute + " needs");
+constexpr FloatType kInputTypes[] = {FloatType::kFloat16, FloatType::kBFloat16, FloatType::kFloat32};
+
+// The rows that (isa, compute) means on this CPU, one for each type of activations.
+struct Row {
+  const Kernels* kernels[3] = {};
+
+  Row() = default;
+  Row(const std::string& isa, const std::string& compute) {
+    for (const FloatType t : kInputTypes) {
+      if (!find_kernels(isa.c_str(), compute.c_str(), t, ~0u)) {
+        throw std::invalid_argument("this build has no kernels for " + isa + "/" + compute);
+      }
+      kernels[int(t)] = find_kernels(isa.c_str(), compute.c_str(), t, cpu_features());
+      if (!kernels[int(t)]) {
+        throw std::invalid_argument("this CPU or operating system lacks what " + isa + "/" + compute + " needs");
+      }
+    }
   }
-  return *k;
-}
+  const Kernels* of(FloatType t) const { return kernels[int(t)]; }
+};
 
 // numbers: rows, columns, group_size, scale_type, zeros, bias, perm
 constexpr size_t kDimsNumbers = 7;
@@ -67,8 +79,7 @@ class PyExperts {
  public:
   PyExperts(const PyLayout& layout, const std::string& isa, const std::string& compute, int activation, float alpha,
             float limit, bool one_input)
-      : layout_(layout.layout) {
-    args_.kernels = &usable(isa, compute);
+      : layout_(layout.layout), row_(isa, compute) {
     args_.activation = ActivationKind(activation);
     args_.alpha = alpha;
     args_.limit = limit;
@@ -95,6 +106,7 @@ class PyExperts {
     a.blob = address<const uint8_t>(blob);
     a.x = address<void>(x);
     a.type = FloatType(type);
+    a.kernels = row_.of(a.type);
     a.x_stride = x_stride;
     a.y = address<void>(y);
     a.y_stride = y_stride;
@@ -107,20 +119,20 @@ class PyExperts {
 
  private:
   Layout layout_;
+  Row row_;
   ExpertsArgs args_;
 };
 
 class PyLinear {
  public:
-  PyLinear(const PyLayout& layout, const std::string& isa, const std::string& compute) : layout_(layout.layout) {
-    kernels_ = &usable(isa, compute);
-  }
+  PyLinear(const PyLayout& layout, const std::string& isa, const std::string& compute)
+      : layout_(layout.layout), row_(isa, compute) {}
 
   void forward(uintptr_t blob, int threads, int type, int64_t tokens, uintptr_t x, int64_t x_stride, uintptr_t y,
                int64_t y_stride) const {
     LinearArgs a;
     a.layout = &layout_;
-    a.kernels = kernels_;
+    a.kernels = row_.of(FloatType(type));
     a.blob = address<const uint8_t>(blob);
     a.x = address<void>(x);
     a.type = FloatType(type);
@@ -135,7 +147,7 @@ class PyLinear {
 
  private:
   Layout layout_;
-  const Kernels* kernels_;
+  Row row_;
 };
 
 }  // namespace
@@ -148,8 +160,13 @@ NB_MODULE(_native, m) {
   m.def("rows", [] {
     std::vector<std::vector<std::string>> rows;
     for (const Kernels* const* k = all_kernels(); *k; ++k) {
-      const bool here = ((*k)->features & cpu_features()) == (*k)->features;
-      rows.push_back({(*k)->isa, (*k)->compute, here ? "usable" : "not on this CPU"});
+      const char *isa = (*k)->isa, *compute = (*k)->compute;
+      const bool seen = std::any_of(rows.begin(), rows.end(), [&](const auto& r) { return r[0] == isa && r[1] == compute; });
+      if (seen) continue;
+      const bool here = std::all_of(std::begin(kInputTypes), std::end(kInputTypes), [&](FloatType t) {
+        return find_kernels(isa, compute, t, cpu_features()) != nullptr;
+      });
+      rows.push_back({isa, compute, here ? "usable" : "not on this CPU"});
     }
     return rows;
   }, "[isa, compute, usable or not] of every row of this build, narrow to wide");

@@ -60,12 +60,18 @@ struct Kernels {
 
   // y[j] += weight * (x[j] + (bias ? bias[j] : 0)), j < count.
   void (*accumulate)(float weight, const float* x, const float* bias, float* y, size_t count);
+
+  // A bit 1 << FloatType for each type of the layer's activations that the row is meant for. A row that rounds
+  // activations to bfloat16 is for bfloat16 alone.
+  uint32_t types = 7;
 };
 
-// The row for `isa` and `compute`, or null when this build has none. Does not look at the CPU.
-const Kernels* find_kernels(const char* isa, const char* compute);
+constexpr uint32_t type_bit(FloatType t) { return 1u << int(t); }
 
-// Rows of this build, narrow to wide; ends with a null.
+// The first row for `isa`, `compute` and activations of `type` that needs no CPU feature beyond `features`, or null.
+const Kernels* find_kernels(const char* isa, const char* compute, FloatType type, uint32_t features);
+
+// Rows of this build, narrow to wide, of one (isa, compute) in the order of preference; ends with a null.
 const Kernels* const* all_kernels();
 
 }  // namespace int4moe

@@ -8,6 +8,15 @@ extern const Kernels kScalarW4A16, kScalarW4A8;
 #ifdef INT4MOE_HAVE_AVX2
 extern const Kernels kAvx2W4A16, kAvx2W4A8;
 #endif
+#ifdef INT4MOE_HAVE_AVX512
+extern const Kernels kAvx512W4A16, kAvx512W4A8;
+#endif
+#ifdef INT4MOE_HAVE_AVX512_BF16
+extern const Kernels kAvx512Bf16W4A16;
+#endif
+#ifdef INT4MOE_HAVE_AMX
+extern const Kernels kAmxW4A16, kAmxFloatW4A16, kAmxW4A8;
+#endif
 
 namespace {
 
@@ -16,6 +25,15 @@ const Kernels* const kTable[] = {
 #ifdef INT4MOE_HAVE_AVX2
     &kAvx2W4A16,   &kAvx2W4A8,
 #endif
+#ifdef INT4MOE_HAVE_AVX512_BF16
+    &kAvx512Bf16W4A16,
+#endif
+#ifdef INT4MOE_HAVE_AVX512
+    &kAvx512W4A16, &kAvx512W4A8,
+#endif
+#ifdef INT4MOE_HAVE_AMX
+    &kAmxW4A16,    &kAmxFloatW4A16, &kAmxW4A8,
+#endif
     nullptr,
 };
 
@@ -23,9 +41,13 @@ const Kernels* const kTable[] = {
 
 const Kernels* const* all_kernels() { return kTable; }
 
-const Kernels* find_kernels(const char* isa, const char* compute) {
+const Kernels* find_kernels(const char* isa, const char* compute, FloatType type, uint32_t features) {
   for (const Kernels* const* k = kTable; *k; ++k) {
-    if (!std::strcmp((*k)->isa, isa) && !std::strcmp((*k)->compute, compute)) return *k;
+    const Kernels& row = **k;
+    if (!std::strcmp(row.isa, isa) && !std::strcmp(row.compute, compute) && (row.types & type_bit(type)) &&
+        (row.features & features) == row.features) {
+      return *k;
+    }
   }
   return nullptr;
 }

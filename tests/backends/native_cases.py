@@ -17,7 +17,7 @@ from tests.weights import exact_moe, random_expert, relative_error
 needs_core = pytest.mark.skipif(native._native is None, reason=f"no native core: {native.BUILD_PROBLEM}")
 
 # Rows of this build that this machine runs, as (isa, compute); others are skipped by name.
-ROWS = [("scalar", "w4a16"), ("scalar", "w4a8"), ("avx2", "w4a16"), ("avx2", "w4a8")]
+ROWS = [(isa, compute) for isa in ("scalar", "avx2", "avx512", "amx") for compute in ("w4a16", "w4a8")]
 TOLERANCE = {
     ("w4a16", torch.float32): 2e-5,
     ("w4a16", torch.bfloat16): 4e-3,

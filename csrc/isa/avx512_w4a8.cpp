@@ -1,0 +1,99 @@
+// W4A8 on AVX-512 VNNI: codes 0..15 (unsigned) times int8 activations, four products to an int32 lane in one
+// instruction. See w4a8_rows512.h for the order of arithmetic.
+#include "core/cpu_features.h"
+#include "isa/w4a8_rows512.h"
+
+namespace int4moe {
+namespace avx512 {
+namespace {
+
+struct Int8 {
+  template <int B, int M>
+  static void tile(const Matrix& m, int block, const uint8_t* const* rows, float* out, size_t out_stride, const uint8_t* next) {
+    const uint8_t *codes[B], *scales[B], *zeros[B];
+    for (int b = 0; b < B; ++b) {
+      codes[b] = m.block_codes(block + b);
+      scales[b] = m.block_scales(block + b);
+      zeros[b] = m.block_zeros(block + b);
+    }
+    const uint8_t* x[M];
+    for (int t = 0; t < M; ++t) x[t] = rows[t];
+    const Ahead fetch(m, codes[0], next);
+    const __m512i mask = _mm512_set1_epi8(15);
+
+    const int group_lines = m.group_lines();
+    for (int g = 0, l = 0; g < m.groups; ++g) {
+      const int end = l + group_lines < m.lines ? l + group_lines : m.lines;
+      for (bool head = true; l < end; head = false) {
+        const int to = l + kSegmentLines < end ? l + kSegmentLines : end;
+        __m512i acc[B][M];
+#pragma GCC unroll 4
+        for (int b = 0; b < B; ++b) {
+          const __m512i z = load_zeros(zeros[b], g);
+#pragma GCC unroll 12
+          for (int t = 0; t < M; ++t) {
+            acc[b][t] = head ? _mm512_mullo_epi32(z, _mm512_set1_epi32(-w4a8_sum(m, x[t], g))) : _mm512_setzero_si512();
+          }
+        }
+        for (; l < to; ++l) {
+          const ptrdiff_t ahead = fetch(l);
+          __m512i low[B], high[B];
+#pragma GCC unroll 4
+          for (int b = 0; b < B; ++b) {
+            const __m512i line = _mm512_load_si512(codes[b] + size_t(l) * kLineBytes);
+            prefetch(codes[b] + ptrdiff_t(l) * kLineBytes + ahead);
+            low[b] = _mm512_and_si512(line, mask);
+            high[b] = _mm512_and_si512(_mm512_srli_epi16(line, 4), mask);
+          }
+#pragma GCC unroll 12
+          for (int t = 0; t < M; ++t) {
+            const uint8_t* at = x[t] + size_t(l) * kLineColumns;
+            const __m512i a = _mm512_set1_epi32(int_at(at)), c = _mm512_set1_epi32(int_at(at + 4));
+#pragma GCC unroll 4
+            for (int b = 0; b < B; ++b) {
+              acc[b][t] = _mm512_dpbusd_epi32(acc[b][t], low[b], a);
+              acc[b][t] = _mm512_dpbusd_epi32(acc[b][t], high[b], c);
+            }
+          }
+        }
+        const bool fresh = g == 0 && head;
+#pragma GCC unroll 4
+        for (int b = 0; b < B; ++b) {
+          const __m512 s = load_scales(m, scales[b], g);
+#pragma GCC unroll 12
+          for (int t = 0; t < M; ++t) {
+            float* total = out + t * out_stride + b * kBlockRows;
+            const __m512 before = fresh ? _mm512_setzero_ps() : _mm512_load_ps(total);
+            const __m512 scale = _mm512_mul_ps(s, _mm512_set1_ps(w4a8_scale(m, x[t], g)));
+            _mm512_store_ps(total, _mm512_fmadd_ps(_mm512_cvtepi32_ps(acc[b][t]), scale, before));
+          }
+        }
+      }
+    }
+  }
+};
+
+}  // namespace
+
+// Also for the AMX row, for few tokens.
+void multiply_w4a8(const Matrix& m, int first, int blocks, const Rows& rows, float* out, size_t out_stride,
+                   const uint8_t* next) {
+  Tiled<Int8>::multiply(m, first, blocks, rows, out, out_stride, next);
+}
+
+}  // namespace avx512
+
+extern const Kernels kAvx512W4A8;
+const Kernels kAvx512W4A8 = {"avx512",
+                             "w4a8",
+                             kAvx512 | kAvx512Vnni,
+                             avx512::kTile,
+                             avx512::w4a8_row_bytes,
+                             avx512::w4a8_prepare,
+                             avx512::multiply_w4a8,
+                             avx512::activate,
+                             avx512::load,
+                             avx512::store,
+                             avx512::accumulate};
+
+}  // namespace int4moe
