@@ -1,4 +1,4 @@
-"""Command line of the emulated Xeon: setup, static (one statically linked program), python (the running interpreter)."""
+"""Command line of the emulated Xeon: `setup`, `static` for one program, `python` for the running interpreter."""
 
 from __future__ import annotations
 

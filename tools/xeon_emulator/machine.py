@@ -11,8 +11,10 @@ import subprocess
 from pathlib import Path
 
 RELEASE = "trixie"  # has Bochs 3.0, which knows AMX (bookworm's 2.7 does not)
-PACKAGES = """bochs bochs-term bochsbios vgabios isolinux syslinux-common xorriso cpio busybox-static kmod
-linux-image-cloud-amd64 linux-headers-cloud-amd64 gcc libc6-dev make""".split()
+PACKAGES = (
+    *("bochs", "bochs-term", "bochsbios", "vgabios", "isolinux", "syslinux-common", "xorriso", "cpio"),
+    *("busybox-static", "kmod", "linux-image-cloud-amd64", "linux-headers-cloud-amd64", "gcc", "libc6-dev", "make"),
+)
 DISK_MODULES = ("ata_piix", "ata_generic", "sd_mod", "ext4")
 GUEST = Path(__file__).parent / "guest"
 
