@@ -20,8 +20,9 @@ from int4moe_ipex.errors import FormatError, MissingTensorsError, UnsupportedFor
 from int4moe_ipex.formats import awq, compressed_tensors, gptq
 from int4moe_ipex.formats.base import LinearInfo
 from int4moe_ipex.formats.common import FLOAT_DTYPES, Parts, read_finite
+from int4moe_ipex.formats.export import compressed_tensors_config, to_compressed_tensors
 
-__all__ = ["LinearInfo", "describe", "read_linear"]
+__all__ = ["LinearInfo", "compressed_tensors_config", "describe", "read_linear", "to_compressed_tensors"]
 
 log = logging.getLogger(__name__)
 

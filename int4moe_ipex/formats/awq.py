@@ -23,6 +23,7 @@ from int4moe_ipex.formats.common import (
     Parts,
     read_finite,
     resolve_group_size,
+    row_major,
     zeros_or_none,
 )
 
@@ -93,8 +94,8 @@ def read(checkpoint: Checkpoint, info: LinearInfo) -> CanonicalWeight:
     columns = unpack(checkpoint.tensor(info.tensors["qweight"]))
     pairs = columns[0::2] | (columns[1::2] << 4)
     return CanonicalWeight(
-        codes=pairs.t().contiguous(),
-        scales=scales.t().contiguous(),
+        codes=row_major(pairs.t()),
+        scales=row_major(scales.t()),
         zeros=zeros_or_none(zeros.t()),
         group_size=info.group_size,
     )
@@ -102,6 +103,6 @@ def read(checkpoint: Checkpoint, info: LinearInfo) -> CanonicalWeight:
 
 def unpack(words: torch.Tensor) -> torch.Tensor:
     """int32 [R, N/8] in AWQ order to uint8 [R, N] in column order."""
-    raw = words.contiguous().view(torch.uint8)
+    raw = row_major(words).view(torch.uint8)
     nibbles = torch.stack((raw & 15, raw >> 4), dim=-1).view(words.shape[0], words.shape[1], 8)
     return nibbles[:, :, list(NIBBLE_OF_COLUMN)].flatten(1)

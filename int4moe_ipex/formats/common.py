@@ -88,9 +88,20 @@ def check_bits(parts: Parts, scheme: ModuleScheme, stored_bits: int) -> None:
         )
 
 
+def row_major(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with a row-major's own strides. `contiguous()` keeps odd strides of dimensions of size 1, which can
+    neither be viewed as bytes nor be trusted by code that reads strides."""
+    strides = [1]
+    for size in reversed(tensor.shape[1:]):
+        strides.insert(0, strides[0] * size)
+    if tensor.stride() == tuple(strides[-tensor.dim() :]):
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
+
+
 def unpack_words(words: torch.Tensor, bits: int) -> torch.Tensor:
     """int32 [R, C] to uint8 [R, C * 32 / bits], fields numbered from the low bits."""
-    raw = words.contiguous().view(torch.uint8)
+    raw = row_major(words).view(torch.uint8)
     if bits == 8:
         return raw
     return torch.stack((raw & 15, raw >> 4), dim=-1).flatten(-2)
@@ -98,7 +109,7 @@ def unpack_words(words: torch.Tensor, bits: int) -> torch.Tensor:
 
 def zeros_or_none(zeros: torch.Tensor) -> torch.Tensor | None:
     """Canonical zeros of a 4-bit weight: None when all of them are 8."""
-    return None if bool((zeros == SYMMETRIC_ZERO).all()) else zeros.contiguous()
+    return None if bool((zeros == SYMMETRIC_ZERO).all()) else row_major(zeros)
 
 
 def read_finite(checkpoint: Checkpoint, name: str, axes: tuple[str, ...]) -> torch.Tensor:

@@ -32,6 +32,7 @@ from int4moe_ipex.formats.common import (
     groups_of,
     read_finite,
     resolve_group_size,
+    row_major,
     unpack_words,
     zeros_or_none,
 )
@@ -145,12 +146,12 @@ def read(checkpoint: Checkpoint, info: LinearInfo) -> Weight:
         codes = packed.view(torch.uint8)[:, :k]
         zeros = torch.full((n, num_groups), 128, dtype=torch.uint8) if zeros is None else zeros
         return DenseWeight(dense_8bit(codes, zeros, scales, _column_groups(info, grouping)))
-    codes = packed.view(torch.uint8)[:, : k // 2].contiguous()
+    codes = row_major(packed.view(torch.uint8)[:, : k // 2])
     if grouping.perm is not None:
         codes = act_order.permute_codes(codes, grouping.perm)
     return CanonicalWeight(
         codes=codes,
-        scales=grouping.take(scales).contiguous(),
+        scales=row_major(grouping.take(scales)),
         zeros=None if zeros is None else zeros_or_none(grouping.take(zeros)),
         group_size=grouping.group_size,
         perm=grouping.perm,

@@ -33,6 +33,7 @@ from int4moe_ipex.formats.common import (
     groups_of,
     read_finite,
     resolve_group_size,
+    row_major,
     unpack_words,
     zeros_or_none,
 )
@@ -122,7 +123,7 @@ def read(checkpoint: Checkpoint, info: LinearInfo) -> Weight:
         name = info.tensors["g_idx"]
         grouping = act_order.from_g_idx(checkpoint.tensor(name), info.group_size, scales.shape[0], name)
     # Bytes of a little-endian word are already nibble pairs in column order, so a transpose of words is all.
-    codes = qweight.t().contiguous().view(torch.uint8)
+    codes = row_major(qweight.t()).view(torch.uint8)
     if info.bits == 8:
         columns = _column_groups(checkpoint, info)
         return DenseWeight(dense_8bit(codes, zeros.t(), scales.t(), columns))
@@ -130,7 +131,7 @@ def read(checkpoint: Checkpoint, info: LinearInfo) -> Weight:
         codes = act_order.permute_codes(codes, grouping.perm)
     return CanonicalWeight(
         codes=codes,
-        scales=grouping.take(scales.t()).contiguous(),
+        scales=row_major(grouping.take(scales.t())),
         zeros=zeros_or_none(grouping.take(zeros.t())),
         group_size=grouping.group_size,
         perm=grouping.perm,

@@ -1,15 +1,12 @@
 """Each real checkpoint against the bf16 original that it was quantized from."""
 
-import os
-from pathlib import Path
-
 import pytest
 
 from int4moe_ipex.canonical import dequantize
 from int4moe_ipex.checkpoint import Checkpoint
 from int4moe_ipex.formats import describe, read_linear
+from tests import real
 
-ROOT = Path(os.environ.get("INT4MOE_CHECKPOINTS", Path(__file__).parents[2].parent / "shared" / "checkpoints"))
 # Largest relative error of any linear that each quantizer left; a swapped nibble or a wrong zero exceeds 0.5.
 LARGEST_ERROR = {
     "autoround-sym-g128": 0.11,
@@ -20,13 +17,13 @@ LARGEST_ERROR = {
     "gptq-sym-g128": 0.16,
 }
 
-pytestmark = pytest.mark.skipif(not ROOT.is_dir(), reason=f"no checkpoints at {ROOT}; set INT4MOE_CHECKPOINTS")
+pytestmark = pytest.mark.skipif(not real.ROOT.is_dir(), reason=real.REASON)
 
 
 @pytest.mark.parametrize("name", LARGEST_ERROR)
 def test_every_linear_is_near_the_original(name):
-    original = Checkpoint.open(ROOT / "tiny-qwen3moe-bf16")
-    checkpoint = Checkpoint.open(ROOT / name)
+    original = Checkpoint.open(real.ROOT / "tiny-qwen3moe-bf16")
+    checkpoint = Checkpoint.open(real.ROOT / name)
     infos = describe(checkpoint)
     assert len(infos) == 161  # 3 layers of 4 attention projections, a router and 16 * 3 experts; embeddings, head
     assert sum(info.is_int4 for info in infos.values()) == 3 * (4 + 48)
