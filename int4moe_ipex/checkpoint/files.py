@@ -7,6 +7,7 @@ written into the folder, and pickles are never opened.
 from __future__ import annotations
 
 import json
+import logging
 import mmap
 import re
 from pathlib import Path
@@ -18,6 +19,8 @@ from int4moe_ipex.checkpoint.headers import TensorHeader, read_headers
 from int4moe_ipex.errors import CheckpointError, MissingTensorsError, UnsupportedFormatError
 
 __all__ = ["Checkpoint", "TensorHeader"]
+
+log = logging.getLogger(__name__)
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -61,6 +64,7 @@ class Checkpoint:
         self.quantization = quantization
         self.warnings = warnings
         self._maps: dict[Path, torch.Tensor] = {}
+        self._said: set[str] = set()
 
     @classmethod
     def open(cls, path: str | Path) -> Checkpoint:
@@ -102,6 +106,14 @@ class Checkpoint:
         if header.start % header.dtype.itemsize:
             data = data.clone()
         return data.view(header.dtype).view(header.shape)
+
+    def warn(self, text: str, where: str) -> None:
+        """Adds a warning that was found while reading `where`. Each text is kept and logged once, however many tensors
+        it holds for."""
+        if text not in self._said:
+            self._said.add(text)
+            self.warnings.append(f"{text} (first in {where})")
+            log.warning("%s: %s (first in %s)", self.path, text, where)
 
     def _map(self, file: Path) -> torch.Tensor:
         data = self._maps.get(file)

@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 
 WORD_SUFFIXES = {"qweight", "qzeros", "scales", "g_idx"}
 PACKED_SUFFIXES = {"weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx"}
+KNOWN_SUFFIXES = WORD_SUFFIXES | PACKED_SUFFIXES | {"weight", "bias"}
 FLOAT8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 # Projections are what every tool quantizes; routers, embeddings and heads are left out by some without a word.
 PROJECTION = re.compile(r"(_proj|^w[123])$")
@@ -71,7 +72,7 @@ def _describe_module(
 ) -> tuple[LinearInfo | None, list[str]]:
     words, packed = not WORD_SUFFIXES.isdisjoint(headers), not PACKED_SUFFIXES.isdisjoint(headers)
     if not words and not packed:
-        refuse_stored(header.name for suffix, header in headers.items() if suffix not in ("weight", "bias"))
+        refuse_stored(header.name for suffix, header in headers.items() if suffix not in KNOWN_SUFFIXES)
         return _describe_dense(scheme, name, headers)
     _refuse_odd_quantized(name, headers)
     if scheme is None:
@@ -98,8 +99,8 @@ def _describe_module(
 
 
 def _refuse_odd_quantized(name: str, headers: Mapping[str, TensorHeader]) -> None:
-    refuse_stored(header.name for header in headers.values())
-    if "weight" in headers and "weight_scale" in headers:
+    refuse_stored(header.name for suffix, header in headers.items() if suffix not in KNOWN_SUFFIXES)
+    if "weight" in headers and "weight_scale" in headers and "weight_packed" not in headers:
         dtype = str(headers["weight"].dtype).removeprefix("torch.")
         raise UnsupportedFormatError(
             f"{name}: is stored as an unpacked {dtype} weight with a scale (int-, float- or naive-quantized), which is "

@@ -14,8 +14,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import torch
 
 from int4moe_ipex.canonical import SCALE_DTYPES, CanonicalWeight, DenseWeight, Weight
@@ -37,8 +35,6 @@ from int4moe_ipex.formats.common import (
     zeros_or_none,
 )
 
-log = logging.getLogger(__name__)
-
 SUFFIXES = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx", "bias")
 
 
@@ -55,7 +51,9 @@ def describe(parts: Parts, checkpoint: Checkpoint) -> LinearInfo | None:
         return None
     n, k = checkpoint.tensor(parts.headers["weight_shape"].name).tolist()
     rows, words = parts.shape("weight_packed")
-    bits = next((b for b in (4, 8) if k > 0 and -(-k * b // 32) == words), None)
+    # A word holds 4 codes of 8 bits or 8 of 4, so one that is not full may be either: the label is asked first.
+    labelled = 4 if parts.scheme is None else parts.scheme.bits
+    bits = next((b for b in (labelled, 4, 8) if k > 0 and -(-k * b // 32) == words), None)
     if n != rows or bits is None:
         parts.problem(
             "weight_shape", f"says {[n, k]}, which weight_packed {[rows, words]} does not hold in 4 or 8 bits"

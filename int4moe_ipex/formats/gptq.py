@@ -3,7 +3,7 @@
 | tensor | shape | dtype |
 |---|---|---|
 | qweight | [K * bits / 32, N] | int32, packed along K: row 8r+i is nibble i of word r |
-| qzeros | [G, N * bits / 32] | int32, packed along N |
+| qzeros | [G, ceil(N * bits / 32)] | int32, packed along N |
 | scales | [G, N] | float16, bfloat16 or float32 |
 | g_idx | [K], optional | int32 or int64: group of each original column |
 | bias | [N], optional | float |
@@ -15,8 +15,6 @@ Zeros are stored as z (v2) or as z - 1 (v1). gptqmodel subtracts 1 from every fi
 """
 
 from __future__ import annotations
-
-import logging
 
 import torch
 
@@ -37,8 +35,6 @@ from int4moe_ipex.formats.common import (
     unpack_words,
     zeros_or_none,
 )
-
-log = logging.getLogger(__name__)
 
 SUFFIXES = ("qweight", "qzeros", "scales", "g_idx", "bias")
 CONVENTIONS = {"v1": "z-1 (v1)", "v2": "z (v2)", None: "unknown"}
@@ -68,14 +64,13 @@ def describe(parts: Parts, zeros: str | None) -> LinearInfo | None:
             "but the label says GPTQ",
         )
         return None
-    bits = next((b for b in (4, 8) if parts.shape("qzeros")[1] * 32 == n * b), scheme.bits)
+    words = parts.shape("qzeros")[1]
+    bits = next((b for b in (scheme.bits, 4, 8) if words == -(-n * b // 32)), scheme.bits)
     k = rows * 32 // bits
     group_size = resolve_group_size(scheme.group_size, k)
     parts.expect("qweight", (torch.int32,), (rows, n))
     parts.expect("scales", SCALE_DTYPES, (num_groups, n))
-    parts.expect("qzeros", (torch.int32,), (num_groups, n * bits // 32))
-    if n * bits % 32:
-        parts.problem("qweight", f"has {n} columns, which {bits}-bit zero points cannot fill whole words with")
+    parts.expect("qzeros", (torch.int32,), (num_groups, -(-n * bits // 32)))
     if "g_idx" in parts.headers:
         parts.expect("g_idx", (torch.int32, torch.int64), (k,))
     if "bias" in parts.headers:
@@ -117,7 +112,7 @@ def read(checkpoint: Checkpoint, info: LinearInfo) -> Weight:
     """
     qweight = checkpoint.tensor(info.tensors["qweight"])
     scales = read_finite(checkpoint, info.tensors["scales"], ("group", "row"))
-    zeros = read_zeros(checkpoint.tensor(info.tensors["qzeros"]), info)
+    zeros = read_zeros(checkpoint, info)
     grouping = act_order.plain(info.group_size)
     if "g_idx" in info.tensors:
         name = info.tensors["g_idx"]
@@ -138,20 +133,22 @@ def read(checkpoint: Checkpoint, info: LinearInfo) -> Weight:
     )
 
 
-def read_zeros(qzeros: torch.Tensor, info: LinearInfo) -> torch.Tensor:
-    """True zero points uint8 [G, N] from packed ones.
+def read_zeros(checkpoint: Checkpoint, info: LinearInfo) -> torch.Tensor:
+    """True zero points uint8 [G, N].
 
     Where the label says symmetric, the stored values tell v1 from v2 by themselves: all are one below the middle, or
-    all are the middle. Files labelled v1 that hold v2 exist; the values win and the disagreement is logged.
+    all are the middle. Files labelled v1 that hold v2 exist; the values win and the disagreement is reported.
 
     Raises:
         FormatError: labelled symmetric, but the stored zeros are neither.
     """
+    name = info.tensors["qzeros"]
+    qzeros = checkpoint.tensor(name)
     if not info.symmetric:
         if info.zero_convention == CONVENTIONS["v1"]:
             qzeros = _add_to_words(qzeros, ONE_PER_FIELD[info.bits])
-        return unpack_words(qzeros, info.bits)
-    stored = unpack_words(qzeros, info.bits)
+        return unpack_words(qzeros, info.bits)[:, : info.out_features]
+    stored = unpack_words(qzeros, info.bits)[:, : info.out_features]
     middle = MIDDLE[info.bits]
     first = int(stored[0, 0])
     if first not in (middle - 1, middle) or not bool((stored == first).all()):
@@ -162,16 +159,15 @@ def read_zeros(qzeros: torch.Tensor, info: LinearInfo) -> torch.Tensor:
             else f"some are {middle - 1} and some {middle}"
         )
         raise FormatError(
-            f"{info.tensors['qzeros']}: the label says symmetric, so all stored zero points must be {middle - 1} (v1) "
+            f"{name}: the label says symmetric, so all stored zero points must be {middle - 1} (v1) "
             f"or all {middle} (v2), but {where}"
         )
     found = "v1" if first == middle - 1 else "v2"
     if info.zero_convention not in (CONVENTIONS[found], CONVENTIONS[None]):
-        log.warning(
-            "%s: the label says zero points are stored as %s, but they are stored as %s; the tensors are believed",
-            info.tensors["qzeros"],
-            info.zero_convention,
-            CONVENTIONS[found],
+        checkpoint.warn(
+            f"the label says that zero points are stored as {info.zero_convention}, but they are stored as "
+            f"{CONVENTIONS[found]}; the tensors are believed",
+            name,
         )
     return torch.full_like(stored, middle)
 
