@@ -15,6 +15,7 @@ VERBS: tuple[str, ...] = (
     "doctor",
     "generate",
     "perplexity",
+    "verify",
     "config",
     "bench",
 )
