@@ -9,6 +9,7 @@
 
 #include "core/cpu_features.h"
 #include "core/experts.h"
+#include "core/limits.h"
 #include "core/linear.h"
 #include "core/pack.h"
 #include "core/threads.h"
@@ -157,6 +158,14 @@ NB_MODULE(_native, m) {
 
   m.def("cpu_features", &cpu_features, "bits of core/cpu_features.h that CPUID, XCR0 and the kernel grant");
   m.def("thread_runtime", &thread_runtime);
+  m.def("measure_read_bandwidth", &measure_read_bandwidth, nb::arg("threads"), nb::arg("bytes"),
+        nb::call_guard<nb::gil_scoped_release>(), "bytes/s that the threads read together from memory");
+  m.def("measure_peak",
+        [](int threads, const std::string& name) {
+          nb::gil_scoped_release release;
+          return measure_peak(threads, name.c_str());
+        },
+        nb::arg("threads"), nb::arg("name"), "operations/s on registers alone; 0: not on this CPU; names in limits.h");
   m.def("rows", [] {
     std::vector<std::vector<std::string>> rows;
     for (const Kernels* const* k = all_kernels(); *k; ++k) {

@@ -7,6 +7,7 @@
 #include <chrono>
 #include <cstdint>
 #include <cstring>
+#include <iterator>
 #include <vector>
 
 #include "core/cpu_features.h"
@@ -57,6 +58,7 @@ __attribute__((target("avx2"))) void read_all(const char* p, std::size_t bytes) 
 #define INT4MOE_FMA512(R) "vfmadd231ps %%zmm14, %%zmm13, %%zmm" R "\n"
 #define INT4MOE_DOT256(R) "%{vex%} vpdpbusd %%ymm14, %%ymm13, %%ymm" R "\n"
 #define INT4MOE_DOT512(R) "vpdpbusd %%zmm14, %%zmm13, %%zmm" R "\n"
+#define INT4MOE_BF16512(R) "vdpbf16ps %%zmm14, %%zmm13, %%zmm" R "\n"
 #define INT4MOE_MADDUBS(R) "vpmaddubsw %%ymm14, %%ymm13, %%ymm" R "\n"
 #define INT4MOE_QUAD(R)                                                                     \
   INT4MOE_MADDUBS("8") INT4MOE_MADDUBS("9") INT4MOE_MADDUBS("10") INT4MOE_MADDUBS("11")     \
@@ -68,30 +70,25 @@ INT4MOE_LOOP(int8_avx2, "avx2",
              INT4MOE_QUAD("0") INT4MOE_QUAD("1") INT4MOE_QUAD("2") INT4MOE_QUAD("3") INT4MOE_QUAD("4")
              INT4MOE_QUAD("5") INT4MOE_QUAD("6") INT4MOE_QUAD("7"))
 INT4MOE_LOOP(fma_avx512, "avx512f", INT4MOE_TWELVE(INT4MOE_FMA512))
+INT4MOE_LOOP(bf16_avx512, "avx512f", INT4MOE_TWELVE(INT4MOE_BF16512))
 INT4MOE_LOOP(int8_avxvnni, "avx2", INT4MOE_TWELVE(INT4MOE_DOT256))
 INT4MOE_LOOP(int8_avx512, "avx512f", INT4MOE_TWELVE(INT4MOE_DOT512))
 
 struct Loop {
+  const char* name;
   void (*run)(std::int64_t steps);
   double ops_per_step;
   std::uint32_t needs;
 };
 
-Loop loop_of(Peak peak) {
-  switch (peak) {
-    case Peak::kFmaAvx2:
-      return {fma_avx2, 12 * 8 * 2, kAvx2};
-    case Peak::kFmaAvx512:
-      return {fma_avx512, 12 * 16 * 2, kAvx512};
-    case Peak::kInt8Avx2:
-      return {int8_avx2, 8 * 4 * 32 * 2, kAvx2};
-    case Peak::kInt8AvxVnni:
-      return {int8_avxvnni, 12 * 32 * 2, kAvx2 | kAvxVnni};
-    case Peak::kInt8Avx512:
-      return {int8_avx512, 12 * 64 * 2, kAvx512 | kAvx512Vnni};
-  }
-  return {nullptr, 0, ~0u};
-}
+constexpr Loop kLoops[] = {
+    {"fma_avx2", fma_avx2, 12 * 8 * 2, kAvx2},
+    {"fma_avx512", fma_avx512, 12 * 16 * 2, kAvx512},
+    {"bf16_avx512", bf16_avx512, 12 * 32 * 2, kAvx512 | kAvx512Bf16},
+    {"int8_avx2", int8_avx2, 8 * 4 * 32 * 2, kAvx2},
+    {"int8_avxvnni", int8_avxvnni, 12 * 32 * 2, kAvx2 | kAvxVnni},
+    {"int8_avx512", int8_avx512, 12 * 64 * 2, kAvx512 | kAvx512Vnni},
+};
 
 // Seconds from the moment all threads are ready to the moment the last is done.
 template <class F>
@@ -111,11 +108,6 @@ double timed_region(int threads, F&& work) {
 }
 
 }  // namespace
-
-bool peak_supported(Peak peak) {
-  const std::uint32_t needs = loop_of(peak).needs;
-  return (cpu_features() & needs) == needs;
-}
 
 double measure_read_bandwidth(int threads, std::size_t bytes) {
   constexpr std::size_t kHuge = std::size_t{2} << 20;
@@ -144,11 +136,14 @@ double measure_read_bandwidth(int threads, std::size_t bytes) {
   return best;
 }
 
-double measure_peak(int threads, Peak peak) {
+double measure_peak(int threads, const char* name) {
   constexpr int kPasses = 9;
   constexpr double kPassSeconds = 0.02;
-  if (threads < 1 || !peak_supported(peak)) return 0;
-  const Loop loop = loop_of(peak);
+  const Loop* found = std::find_if(std::begin(kLoops), std::end(kLoops),
+                                   [&](const Loop& loop) { return std::strcmp(loop.name, name) == 0; });
+  if (found == std::end(kLoops)) return -1;
+  const Loop& loop = *found;
+  if (threads < 1 || (cpu_features() & loop.needs) != loop.needs) return 0;
   std::int64_t steps = 1 << 16;
   for (;;) {  // long enough that starting the threads does not count, and the clock has come up
     const auto start = Clock::now();

@@ -167,7 +167,7 @@ class Row:
         stored_rate: the same with scales and zeros.
         flop_rate: FLOP/s, 2 per weight and token.
         read_share: stored_rate over the measured read bandwidth; None when that was not measured.
-        peak_share: flop_rate over the measured arithmetic ceiling of the compute mode; None when not measured.
+        peak_share: flop_rate over the measured arithmetic ceiling of the path; None when not measured.
         error: relative Frobenius error against the float32 reference.
         noisy: batches that other processes disturbed and that were kept because time was up.
     """
@@ -247,6 +247,7 @@ def _row(
     seconds = statistics.median(samples.seconds)
     stored = hit * case.stored_bytes_per_expert() / seconds
     flops = case.shape.flops(tokens) / seconds
+    peak = None if limits is None else limits.peak(engine.path)
     return Row(
         backend=engine.backend.name,
         compute=engine.run.compute,
@@ -260,7 +261,7 @@ def _row(
         stored_rate=stored,
         flop_rate=flops,
         read_share=None if read is None else stored / read,
-        peak_share=None if limits is None else flops / limits.peak(engine.run.compute),
+        peak_share=None if not peak else flops / peak,
         error=error,
         noisy=samples.noisy,
     )

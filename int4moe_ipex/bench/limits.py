@@ -11,15 +11,23 @@ READ_BYTES = 512 << 20
 
 @dataclass(frozen=True)
 class Limits:
-    """read: bytes/s that all threads read from memory; fma: float32 FLOP/s; int8: multiply-adds as 2 ops/s."""
+    """read: bytes/s that all threads read from memory. The rest are operations/s on registers, a multiply-add
+    counting as two: fma of float32, int8 dot products, and bf16 dot products (0 where the CPU has none).
+    """
 
     read: float
     fma: float
     int8: float
+    bf16: float = 0.0
 
-    def peak(self, compute: str) -> float:
-        """The arithmetic ceiling of a compute mode: float32 FMA of w4a16, int8 dot products of w4a8."""
-        return self.int8 if compute == "w4a8" else self.fma
+    def peak(self, path: str) -> float | None:
+        """The arithmetic ceiling of a path such as `native/avx2/w4a8`; None where its tiles are not measured."""
+        parts = path.split("/")
+        if any(part.startswith("amx") for part in parts):
+            return None
+        if "w4a8" in parts:
+            return self.int8
+        return self.bf16 if any("bf16" in part for part in parts[1:2]) and self.bf16 else self.fma
 
 
 def _core():
@@ -56,4 +64,5 @@ def measure_limits(threads: int, isa: str, size: int = READ_BYTES) -> Limits:
     int8 = core.measure_peak(threads, "int8_avx512" if wide else "int8_avxvnni" if isa == "avx2_vnni" else "int8_avx2")
     if fma <= 0 or int8 <= 0:
         raise BackendError(f"this CPU cannot run {isa} instructions")
-    return Limits(measure_read(threads, size), fma, int8)
+    bf16 = core.measure_peak(threads, "bf16_avx512") if wide else 0.0
+    return Limits(measure_read(threads, size), fma, int8, bf16)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -41,7 +41,7 @@ def as_dict(case: LayerCase, about: dict, limits: Limits | None, dtype: torch.dt
         "schema": SCHEMA,
         "kind": "layer",
         "machine": about,
-        "limits": None if limits is None else {"read": limits.read, "fma": limits.fma, "int8": limits.int8},
+        "limits": None if limits is None else asdict(limits),
         "layer": {
             "shape": shape.name,
             "hidden_size": shape.hidden_size,

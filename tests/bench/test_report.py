@@ -45,7 +45,7 @@ def make(seconds: float = 0.002, group_size: int = 128) -> dict:
 def test_json_round_trip_and_table():
     result = json.loads(json.dumps(make()))
     assert result["layer"]["act_order"] is True and result["layer"]["dtype"] == "bfloat16"
-    assert result["limits"] == {"read": 4e10, "fma": 3e10, "int8": 6e10}
+    assert result["limits"] == {"read": 4e10, "fma": 3e10, "int8": 6e10, "bf16": 0.0}
     from rich.console import Console
 
     out = io.StringIO()
