@@ -24,7 +24,7 @@ def test_measured_limits_are_plausible():
     if not cpu.has("avx2"):
         pytest.skip("this CPU lacks AVX2")
     limits = measure_limits(1, "avx2", size=64 << 20)
-    # Bounds that any x86-64 core of the last ten years keeps; they catch a wrong unit or a loop that was optimised away.
+    # Bounds that any x86-64 core of the last ten years keeps; they catch a wrong unit or a loop optimised away.
     assert 5e8 < limits.read < 1e12
     assert 5e9 < limits.fma < 5e11
     assert 1.2 < limits.int8 / limits.fma < 8
