@@ -27,6 +27,7 @@ def main() -> None:
     parser.add_argument("--group-size", type=int, default=128)
     parser.add_argument("--asym", action="store_true", help="zero points other than 8")
     parser.add_argument("--act-order", action="store_true", help="groups over a random order of the columns")
+    parser.add_argument("--int4-head", action="store_true", help="quantize the language model's head as well")
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16", help="of the dense tensors")
     parser.add_argument("--shard-mb", type=int, default=256)
     parser.add_argument("--seed", type=int, default=0)
@@ -43,7 +44,7 @@ def main() -> None:
         size = write_checkpoint(
             args.path,
             config,
-            Scheme(args.format, args.group_size, args.asym, args.act_order),
+            Scheme(args.format, args.group_size, args.asym, args.act_order, args.int4_head),
             layers=args.layers,
             seed=args.seed,
             dtype=getattr(torch, args.dtype),

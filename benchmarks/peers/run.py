@@ -40,7 +40,7 @@ SYSTEMS: dict[str, tuple[str, list[str]]] = {
     "ggml-q4_0-plain": ("ggml", ["ggml_layer_{isa}", "--type=q4_0", "--plain"]),
     "ggml-q4_1": ("ggml", ["ggml_layer_{isa}", "--type=q4_1"]),
     "ggml-q4_K": ("ggml", ["ggml_layer_{isa}", "--type=q4_K"]),
-    "torch": ("torch", ["torch_layer.py"]),
+    "torch": (OURS, ["torch_layer.py"]),
     "openvino": ("openvino", ["openvino_layer.py", "--precision=f32"]),
     "openvino-bf16": ("openvino", ["openvino_layer.py", "--precision=bf16"]),
     "kt-llamafile": ("kt", ["kt_layer.py", "--kind=llamafile"]),
@@ -69,7 +69,7 @@ class System:
             start = [str(directory / environment / program)]
         env = os.environ | {"OMP_NUM_THREADS": str(layer.threads)} | (AVX2_ENVIRONMENT if isa == "avx2" else {})
         self.name = name
-        self.own = environment == OURS
+        self.own = name.startswith("own-")
         try:
             self.process = subprocess.Popen(
                 [*start, *layer.arguments(), *options],

@@ -108,7 +108,7 @@ def breakdown(model: nn.Module):
         seconds["other"] = total - sum(seconds.values())
 
 
-class _Session:
+class Session:
     """Greedy decoding by plain forward calls with a cache, without generate()'s own work."""
 
     def __init__(self, model: nn.Module):
@@ -141,10 +141,10 @@ def measure(model: nn.Module, prompt_tokens: int = 512, new_tokens: int = 64, re
         return torch.randint(0, vocabulary, (1, prompt_tokens), generator=generator)
 
     with torch.inference_mode():
-        _Session(model).feed(prompt()[:, :8])  # first touch of every page and library
+        Session(model).feed(prompt()[:, :8])  # first touch of every page and library
         prefills = []
         for _ in range(repeat):
-            session, ids = _Session(model), prompt()
+            session, ids = Session(model), prompt()
             start = time.perf_counter()
             session.feed(ids)
             prefills.append(time.perf_counter() - start)
@@ -157,7 +157,7 @@ def measure(model: nn.Module, prompt_tokens: int = 512, new_tokens: int = 64, re
             for _ in range(max(1, new_tokens // 4)):
                 session.step()
         with breakdown(model) as prefill_parts:
-            _Session(model).feed(prompt())
+            Session(model).feed(prompt())
     counted = max(1, new_tokens // 4)
     return ModelResult(
         prompt_tokens=prompt_tokens,

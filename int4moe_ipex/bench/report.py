@@ -111,34 +111,55 @@ def _percent(share: float | None) -> str:
 
 @dataclass(frozen=True)
 class Change:
-    """One row of both reports: seconds before and now, and how many times as fast it is now."""
+    """One row of both reports.
+
+    Attributes:
+        before, now: seconds of the median call.
+        ratio: how many times as fast it is now: of the shares of the machine's ceilings where both reports have
+            them, so that a machine that is slower today is not a regression; of the times otherwise.
+        by_share: ratio is of shares.
+    """
 
     path: str
     tokens: int
     before: float
     now: float
+    ratio: float
+    by_share: bool
 
-    @property
-    def speedup(self) -> float:
-        return self.before / self.now
+    def regressed(self, noise: float) -> bool:
+        """Slower by more than `noise`, a share such as 0.1."""
+        return self.ratio < 1 / (1 + noise)
 
 
 def compare(baseline: dict, report: dict) -> list[Change]:
     """Rows that both reports have (same path and tokens).
 
     Raises:
-        ConfigError: the reports are of different layers, so that a ratio would say nothing.
+        ConfigError: the reports are of different layers or have no row in common, so that a ratio would say nothing.
     """
     if baseline.get("schema") != SCHEMA or baseline.get("kind") != "layer":
         raise ConfigError("the baseline is not a layer report of this version")
     if baseline["layer"] != report["layer"]:
         raise ConfigError(f"the baseline is of another layer: {baseline['layer']}")
-    before = {(row["path"], row["tokens"]): row["seconds"] for row in baseline["rows"]}
-    return [
-        Change(row["path"], row["tokens"], before[key], row["seconds"])
-        for row in report["rows"]
-        if (key := (row["path"], row["tokens"])) in before
-    ]
+    before = {(row["path"], row["tokens"]): row for row in baseline["rows"]}
+    changes = [_change(before[key], row) for row in report["rows"] if (key := (row["path"], row["tokens"])) in before]
+    if not changes:
+        raise ConfigError("the baseline has no row of the paths and tokens that were measured now")
+    return changes
+
+
+def _change(before: dict, now: dict) -> Change:
+    shares = _ceiling_share(before), _ceiling_share(now)
+    by_share = all(shares)
+    ratio = shares[1] / shares[0] if by_share else before["seconds"] / now["seconds"]
+    return Change(now["path"], now["tokens"], before["seconds"], now["seconds"], ratio, by_share)
+
+
+def _ceiling_share(row: dict) -> float | None:
+    """The share of the ceiling that the row is nearer to; None unless both were measured."""
+    shares = row["read_share"], row["peak_share"]
+    return max(shares) if all(shares) else None
 
 
 def read_json(path: str | Path) -> dict:

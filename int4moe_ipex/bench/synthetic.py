@@ -35,12 +35,14 @@ class Scheme:
         group_size: columns per group, or -1 for one group per row.
         asym: random zero points of 6..9 in place of 8.
         act_order: groups over a random order of the columns, shared by gate and up of one expert.
+        head: quantize the language model's head as well.
     """
 
     format: str = "gptq"
     group_size: int = 128
     asym: bool = False
     act_order: bool = False
+    head: bool = False
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
@@ -49,6 +51,8 @@ class Scheme:
             raise ConfigError(f"group_size must be -1 or positive, not {self.group_size}")
         if self.format == "awq" and self.act_order:
             raise ConfigError("the awq format has no act-order")
+        if self.format == "awq" and self.head:
+            raise ConfigError("awq checkpoints keep the head at 16 bits")
 
     def quantization_config(self, ignore: list[str]) -> dict:
         """The config.json entry that the format's own tool writes; `ignore` names the linears left dense."""
@@ -60,7 +64,7 @@ class Scheme:
                 "desc_act": self.act_order,
                 "sym": not self.asym,
                 "checkpoint_format": "gptq",
-                "lm_head": False,
+                "lm_head": self.head,
                 "pack_dtype": "int32",
             }
         if self.format == "awq":
@@ -166,7 +170,7 @@ def _tensors(model: torch.nn.Module, config, scheme: Scheme, source: _Source) ->
     """Every tensor of the checkpoint, in the order of the model's modules, under its published name."""
     layers = config.num_hidden_layers
     mixtral = config.model_type == "mixtral"
-    quantized = set(_quantized_linears(model))
+    quantized = set(_quantized_linears(model, scheme))
 
     def order(k: int) -> torch.Tensor | None:
         group = k if scheme.group_size == -1 else scheme.group_size
@@ -202,10 +206,11 @@ def _tensors(model: torch.nn.Module, config, scheme: Scheme, source: _Source) ->
             yield rename(key), source.normal(std, *meta.shape)
 
 
-def _quantized_linears(model: torch.nn.Module) -> Iterator[str]:
-    """The linears outside the routed experts that published int4 checkpoints quantize: all but heads and gates."""
+def _quantized_linears(model: torch.nn.Module, scheme: Scheme) -> Iterator[str]:
+    """The linears outside the routed experts that int4 checkpoints quantize: all but gates, and the head on request."""
+    dense = r"(^|\.)(gate|shared_expert_gate)$" if scheme.head else r"(^|\.)(lm_head|gate|shared_expert_gate)$"
     for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Linear) and not re.search(r"(^|\.)(lm_head|gate|shared_expert_gate)$", name):
+        if isinstance(module, torch.nn.Linear) and not re.search(dense, name):
             yield name
 
 
@@ -306,7 +311,8 @@ def write_checkpoint(
         stale.unlink()
     written = hf_config.to_dict()
     written |= {"architectures": [type(model).__name__], "dtype": str(dtype).removeprefix("torch.")}
-    dense = [n for n, m in model.named_modules() if n.endswith(("mlp.gate", "shared_expert_gate"))] + ["lm_head"]
+    dense = [n for n, m in model.named_modules() if n.endswith(("mlp.gate", "shared_expert_gate"))]
+    dense += [] if scheme.head else ["lm_head"]
     if hf_config.model_type == "mixtral":
         dense = [name.replace(".mlp.", ".block_sparse_moe.") for name in dense]
     written["quantization_config"] = scheme.quantization_config(dense)

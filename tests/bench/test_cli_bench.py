@@ -39,9 +39,17 @@ def test_layer_writes_a_report_and_compares_with_it(tmp_path):
     slow = json.loads(file.read_text())
     for row in slow["rows"]:
         row["seconds"] *= 1e-6  # a baseline that nothing can match
+        row["read_share"] = None
     file.write_text(json.dumps(slow))
-    again = invoke(*LAYER, "--tokens", "3", "--dtype", "float32", "--compare", str(file), "--tolerance", "0.5")
+    again = invoke(*LAYER, "--tokens", "3", "--dtype", "float32", "--compare", str(file), "--noise", "0.5")
     assert again.exit_code == 1 and "against the baseline" in again.output
+    assert "slower than the baseline by more than 50%: reference/float32" in again.stderr
+    for row in slow["rows"]:
+        row["seconds"] *= 1e12  # and one that nothing can miss
+    file.write_text(json.dumps(slow))
+    assert invoke(*LAYER, "--tokens", "3", "--dtype", "float32", "--compare", str(file)).exit_code == 0
+    with pytest.raises(ConfigError, match="no row"):
+        invoke(*LAYER, "--tokens", "2", "--dtype", "float32", "--compare", str(file))
 
 
 def test_mistakes_are_named():

@@ -55,11 +55,23 @@ def test_json_round_trip_and_table():
         assert part in text
 
 
-def test_compare_gives_the_ratio_of_matching_rows(tmp_path):
+def test_compare_takes_the_ratio_of_the_shares_of_the_ceilings(tmp_path):
     file = tmp_path / "before.json"
-    file.write_text(json.dumps(make(0.004)))
+    slower_machine = make(0.004)  # twice the time at the same shares
+    slower_machine["rows"][1] |= {"read_share": 0.3, "peak_share": 0.4}
+    file.write_text(json.dumps(slower_machine))
     changes = report.compare(report.read_json(file), make(0.002))
-    assert [(c.tokens, c.speedup) for c in changes] == [(1, 2.0), (4, 2.0)]
+    assert [(c.tokens, c.ratio, c.by_share) for c in changes] == [(1, 1.0, True), (4, 0.5 / 0.4, True)]
+    assert not any(c.regressed(0.0) for c in changes)
+
+
+def test_compare_takes_times_where_ceilings_are_unknown():
+    before, now = make(0.002), make(0.0023)
+    for row in before["rows"]:
+        row["peak_share"] = None
+    change = report.compare(before, now)[0]
+    assert change.ratio == pytest.approx(0.87, abs=0.01) and not change.by_share
+    assert change.regressed(0.1) and not change.regressed(0.2)
 
 
 def test_compare_refuses_another_layer_or_another_file(tmp_path):
@@ -67,6 +79,8 @@ def test_compare_refuses_another_layer_or_another_file(tmp_path):
         report.compare(make(group_size=32), make())
     with pytest.raises(ConfigError, match="not a layer report"):
         report.compare({"schema": 0}, make())
+    with pytest.raises(ConfigError, match="no row"):
+        report.compare(make() | {"rows": []}, make())
     with pytest.raises(ConfigError, match="cannot read"):
         report.read_json(tmp_path / "absent.json")
 

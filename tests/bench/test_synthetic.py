@@ -68,6 +68,22 @@ def test_asymmetric_zeros_and_act_order(tmp_path):
     assert gate.bincount().tolist() == [32, 32] and gate.tolist() != sorted(gate.tolist())
 
 
+HEADS = {"gptq": "lm_head.qweight", "compressed-tensors": "lm_head.weight_packed"}
+
+
+@pytest.mark.parametrize("format, tensor", HEADS.items())
+def test_a_quantized_head_loads_as_int4(tmp_path, format, tensor):
+    import int4moe_ipex
+
+    write_checkpoint(tmp_path, TINY | {"vocab_size": 304}, Scheme(format, 32, head=True))
+    tensors = read(tmp_path)
+    assert tensor in tensors and "lm_head.weight" not in tensors
+    assert json.loads((tmp_path / "config.json").read_text())["quantization_config"].get("lm_head", True) is True
+    model = int4moe_ipex.load(tmp_path, backend="reference", dtype="float32")
+    assert any("lm_head" in modules for modules in model.int4moe_report.paths.values())
+    assert model(torch.tensor([[1, 2, 3]])).logits.isfinite().all()
+
+
 def test_awq_and_compressed_tensors_layouts(tmp_path):
     write_checkpoint(tmp_path / "awq", TINY, Scheme("awq", 32, asym=True))
     awq = read(tmp_path / "awq")["model.layers.0.mlp.experts.0.down_proj.qweight"]
@@ -120,6 +136,8 @@ def test_a_folder_that_holds_a_model_is_left_alone(tmp_path):
 def test_impossible_schemes_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="no act-order"):
         Scheme("awq", act_order=True)
+    with pytest.raises(ConfigError, match="head"):
+        Scheme("awq", head=True)
     with pytest.raises(ConfigError, match="unknown format"):
         Scheme("marlin")
     with pytest.raises(ConfigError, match="by eights"):

@@ -1,0 +1,152 @@
+"""A whole model of the same shape, random weights: this package and llama.cpp (Q4_0) in turn.
+
+    python benchmarks/peers/model.py --dir DIR --layers 12 --threads 2
+
+DIR is where install.py put llama.cpp; the two model files are written below it when absent (about 4 GB each for 12
+layers of qwen3-30b-a3b). Both have int4 embeddings-to-logits heads unless --head says otherwise: q4_0 for llama.cpp and
+a GPTQ head for ours; "default" is what each side's users have, Q6_K and 16 bits. Decoding starts from an empty context.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+sys.path[:0] = [str(HERE), str(ROOT)]
+
+from run import AVX2_ENVIRONMENT  # noqa: E402
+
+from int4moe_ipex.bench.shapes import MODELS  # noqa: E402
+
+
+def checked(*command: object, **options) -> str:
+    """Standard output of a command that has to succeed."""
+    words = [str(word) for word in command]
+    done = subprocess.run(words, stdout=subprocess.PIPE, text=True, **options)
+    if done.returncode:
+        sys.exit(f"{' '.join(words)} ended with status {done.returncode}")
+    return done.stdout
+
+
+def write_models(directory: Path, shape: str, layers: int, head: str) -> tuple[Path, Path]:
+    """(checkpoint, gguf), written when absent."""
+    fields = MODELS[shape]
+    models = directory / "models"
+    models.mkdir(parents=True, exist_ok=True)
+    checkpoint = models / f"{shape}-{layers}-{head}"
+    if not (checkpoint / "config.json").exists():
+        flags = ("--int4-head",) if head == "int4" else ()
+        script = ROOT / "benchmarks" / "make_checkpoint.py"
+        checked(sys.executable, script, checkpoint, "--shape", shape, "--layers", layers, *flags, "--overwrite")
+    file = models / f"{shape}-{layers}-{head}.gguf"
+    if not file.exists():
+        sizes = {
+            "hidden": fields["hidden_size"],
+            "intermediate": fields["moe_intermediate_size"],
+            "experts": fields["num_experts"],
+            "top-k": fields["num_experts_per_tok"],
+            "layers": layers,
+            "vocab": fields["vocab_size"],
+            "heads": fields["num_attention_heads"],
+            "kv-heads": fields["num_key_value_heads"],
+            "head-dim": fields["head_dim"],
+            "head": "q4_0" if head == "int4" else "q6_K",
+        }
+        part = file.with_suffix(".part")
+        options = [f"--{name}={value}" for name, value in sizes.items()]
+        checked(directory / "gguf" / "bin" / "python", HERE / "write_gguf.py", part, *options)
+        part.rename(file)
+    return checkpoint, file
+
+
+class Own:
+    """This package in a live process."""
+
+    def __init__(self, checkpoint: Path, compute: str, threads: int, env: dict):
+        command = [sys.executable, HERE / "own_model.py", checkpoint, f"--threads={threads}", f"--compute={compute}"]
+        self.process = subprocess.Popen(
+            list(map(str, command)), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1, env=env
+        )
+        self.about = self._answer()
+
+    def _answer(self) -> dict:
+        for line in self.process.stdout:
+            if line.startswith("{"):
+                return json.loads(line)
+        sys.exit(f"own_model.py ended with status {self.process.wait()}")
+
+    def ask(self, what: str, tokens: int) -> dict:
+        self.process.stdin.write(json.dumps({what: tokens}) + "\n")
+        return self._answer()
+
+    def close(self) -> None:
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def llama(program: Path, file: Path, prompt: int, new: int, threads: int, env: dict) -> dict[str, float]:
+    """Tokens per second of one prefill and one decode by llama-bench, which warms up first."""
+    options = ["-p", prompt, "-n", new, "-r", 1, "-t", threads, "-o", "json"]
+    rows = json.loads(checked(program, "-m", file, *options, env=env, stderr=subprocess.DEVNULL))
+    return {"prefill" if row["n_prompt"] else "decode": row["avg_ts"] for row in rows}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--dir", type=Path, required=True, help="of install.py")
+    parser.add_argument("--shape", choices=[n for n, f in MODELS.items() if f["model_type"] == "qwen3_moe"])
+    parser.set_defaults(shape="qwen3-30b-a3b")
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--head", choices=("int4", "default"), default="int4")
+    parser.add_argument("--compute", default="w4a16,w4a8")
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--isa", choices=("avx2", "auto"), default="avx2")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--prompt-tokens", type=int, default=512)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--write-only", action="store_true", help="write the model files and stop")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    directory = args.dir.resolve()
+    checkpoint, file = write_models(directory, args.shape, args.layers, args.head)
+    if args.write_only:
+        return
+    isa = "avx2" if args.isa == "avx2" else "native"
+    env = os.environ | {"OMP_NUM_THREADS": str(args.threads)} | (AVX2_ENVIRONMENT if isa == "avx2" else {})
+    program = directory / "ggml" / f"llama-bench_{isa}"
+    report = {"layers": args.layers, "head": args.head, "isa": isa, "threads": args.threads, "rows": []}
+    for compute in args.compute.split(","):
+        own = Own(checkpoint, compute, args.threads, env)
+        own.ask("prefill", 16)  # first touch
+        ours: dict[str, list[float]] = {"prefill": [], "decode": []}
+        theirs: dict[str, list[float]] = {"prefill": [], "decode": []}
+        for _ in range(args.rounds):
+            ours["prefill"].append(args.prompt_tokens / own.ask("prefill", args.prompt_tokens)["seconds"])
+            ours["decode"].append(args.new_tokens / own.ask("decode", args.new_tokens)["seconds"])
+            for what, rate in llama(program, file, args.prompt_tokens, args.new_tokens, args.threads, env).items():
+                theirs[what].append(rate)
+        parts = own.ask("parts", args.prompt_tokens)
+        own.close()
+        print(f"{compute} ({', '.join(own.about['paths'])}), {args.layers} layers, head {args.head}, {isa}")
+        for what in ("decode", "prefill"):
+            a, b = statistics.median(ours[what]), statistics.median(theirs[what])
+            ratio = statistics.median(x / y for x, y in zip(ours[what], theirs[what]))
+            share = 1 - parts[what].get("experts", 0.0) / sum(parts[what].values())
+            print(f"  {what:8} {a:7.1f} tok/s, llama.cpp {b:7.1f}: {ratio:.2f}x; outside the experts {share:.0%}")
+            shown = sorted(parts[what].items(), key=lambda item: -item[1])
+            print("           " + ", ".join(f"{part} {value * 1e3:.2f} ms" for part, value in shown))
+        row = {"compute": compute, "ours": ours, "llama": theirs, "parts": parts, **own.about}
+        report["rows"].append(row)
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=1))
+
+
+if __name__ == "__main__":
+    main()
