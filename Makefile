@@ -7,7 +7,7 @@ DEMO ?= examples/tiny-qwen3moe-gptq-sym-g128
 BIN = $(VENV)/bin
 READY = $(VENV)/ready
 
-.PHONY: help setup demo test lint format clean
+.PHONY: help setup demo test env-ipex env-onednn test-ipex test-onednn lint format clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -25,6 +25,18 @@ demo: setup ## generate text from the small checkpoint that the repository carri
 
 test: setup ## run the test suite
 	$(BIN)/python -m pytest -q -n 2 tests
+
+env-ipex: ## make the environment with IPEX 2.8.0 and torch 2.8.0 (about 7 GB, outside the repository; INT4MOE_ENVS)
+	@tools/env-ipex.sh
+
+env-onednn: ## make the environment with PyPI's oneDNN (about 3.5 GB, outside the repository; INT4MOE_ENVS)
+	@tools/env-onednn.sh
+
+test-ipex: ## run the test suite on torch 2.8.0, with the ipex backend
+	@tools/ci-ipex.sh
+
+test-onednn: ## run the tests of the onednn backend on PyPI's oneDNN
+	@tools/ci-onednn.sh
 
 lint: setup ## check style
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .

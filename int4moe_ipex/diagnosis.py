@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from int4moe_ipex import machine
+from int4moe_ipex.backends import onednn
 from int4moe_ipex.backends.base import ExpertsSpec, LinearSpec, Supported
 from int4moe_ipex.backends.select import Choice, Spec, choose, describe, explain
 from int4moe_ipex.config import Config
@@ -45,6 +46,7 @@ def diagnose(config: Config, checkpoint: Path | None = None, cpu: CpuFeatures | 
         CheckpointError and its kinds: the checkpoint cannot be described.
     """
     cpu = cpu or detect()
+    onednn.configure(config.onednn.lib)
     questions = (
         questions_of(checkpoint, config) if checkpoint is not None else [Question(("a typical MoE layer",), TYPICAL)]
     )

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoTokenizer
 
 import int4moe_ipex
-from int4moe_ipex.backends import select
+from int4moe_ipex.backends import ipex, onednn, select
 from int4moe_ipex.models import run
 from tests.real import HELDOUT, REASON, ROOT, checkpoints, expected
 
@@ -18,7 +18,12 @@ BOUNDS = {
     ("native", "float32", "w4a16"): 0.05,
     ("native", "bfloat16", "w4a16"): 0.3,
     ("native", "bfloat16", "w4a8"): 0.3,
+    ("ipex", "float32", "w4a16"): 0.01,
+    ("ipex", "bfloat16", "w4a16"): 0.3,
+    ("onednn", "float32", "w4a16"): 0.01,
+    ("onednn", "bfloat16", "w4a16"): 0.3,
 }
+OPTIONAL = {"ipex": ipex.status, "onednn": onednn.status}
 
 
 def test_the_shared_checkpoints_are_there():
@@ -33,6 +38,9 @@ def test_heldout_perplexity(path, way):
     backend, dtype, compute = way
     if backend not in select.available():
         pytest.skip(f"the {backend} backend cannot be imported here")
+    usable, why = OPTIONAL.get(backend, lambda: (True, ""))()
+    if not usable:
+        pytest.skip(why)
     model = int4moe_ipex.load(path, backend=backend, dtype=dtype, compute=compute)
     tokenizer = AutoTokenizer.from_pretrained(path)
     ids = tokenizer(HELDOUT.read_text(), add_special_tokens=False).input_ids

@@ -13,6 +13,7 @@ pins=("$here/$name.txt" "$here/common.txt")
 nodeps=()
 [[ -f $here/$name.nodeps.txt ]] && nodeps=("$here/$name.nodeps.txt")
 
+"$here/../need-packages.sh"
 mkdir -p "$envs"
 exec 9>"$envs/.$name.lock"
 flock 9 # two builds of one environment would write into the same folder
