@@ -2,12 +2,16 @@
 // strides before it calls; ids are checked here, before any work.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <stdexcept>
 
+#include "core/attention.h"
 #include "core/cpu_features.h"
+#include "core/dense.h"
+#include "core/elementwise.h"
 #include "core/experts.h"
 #include "core/limits.h"
 #include "core/linear.h"
@@ -153,6 +157,66 @@ class PyLinear {
 
 }  // namespace
 
+// Of int4moe_ipex/models/fused.py and attention.py, which have checked types and shapes.
+void bind_dense(nb::module_& m) {
+  m.def("dense_available", &dense_available, "whether attention and dense_linear run on this CPU");
+  m.attr("dense_tokens") = kDenseTokens;
+  m.def("dense_linear", [](int tokens, int64_t rows, int64_t columns, uintptr_t x, uintptr_t w, uintptr_t bias,
+                           uintptr_t y, int threads) {
+    nb::gil_scoped_release release;
+    dense_linear(tokens, rows, columns, address<uint16_t>(x), address<uint16_t>(w), address<uint16_t>(bias),
+                 address<uint16_t>(y), threads);
+  });
+  using Strides = std::tuple<int64_t, int64_t, int64_t>;
+  m.def("attention", [](int type, int64_t batch, int heads, int kv_heads, int64_t tokens, int64_t keys, int head_dim,
+                        int value_dim, uintptr_t q, Strides qs, uintptr_t k, Strides ks, uintptr_t v, Strides vs,
+                        uintptr_t out, float scale, int threads) {
+    const auto view = [](uintptr_t p, const Strides& s) {
+      return Heads{address<void>(p), {std::get<0>(s), std::get<1>(s), std::get<2>(s)}};
+    };
+    AttentionArgs a{FloatType(type), batch, heads, kv_heads, tokens, keys, head_dim, value_dim,
+                    view(q, qs), view(k, ks), view(v, vs), address<void>(out), scale};
+    nb::gil_scoped_release release;
+    attention(a, threads);
+  });
+}
+
+void bind_elementwise(nb::module_& m) {
+  m.def("rms_norm", [](int type, int64_t rows, int64_t columns, uintptr_t x, uintptr_t weight, float eps, uintptr_t y,
+                       int threads) {
+    rms_norm(FloatType(type), rows, columns, address<void>(x), address<void>(weight), eps, address<void>(y), threads);
+  });
+  m.def("rotate", [](int type, int64_t rows, int heads, int head_dim, uintptr_t x, uintptr_t cos, uintptr_t sin,
+                     int64_t cos_rows, uintptr_t norm, float eps, int threads) {
+    Rotary r;
+    r.type = FloatType(type);
+    r.rows = rows;
+    r.heads = heads;
+    r.head_dim = head_dim;
+    r.x = address<void>(x);
+    r.cos = address<void>(cos);
+    r.sin = address<void>(sin);
+    r.cos_rows = cos_rows;
+    r.norm = address<void>(norm);
+    r.eps = eps;
+    rotate(r, threads);
+  });
+  m.def("softmax_top_k", [](int type, int64_t tokens, int experts, int top_k, uintptr_t logits, bool normalise,
+                            int score_type, uintptr_t scores, uintptr_t ids, int threads) {
+    TopK t;
+    t.type = FloatType(type);
+    t.tokens = tokens;
+    t.experts = experts;
+    t.top_k = top_k;
+    t.logits = address<void>(logits);
+    t.normalise = normalise;
+    t.score_type = FloatType(score_type);
+    t.scores = address<void>(scores);
+    t.ids = address<int64_t>(ids);
+    softmax_top_k(t, threads);
+  });
+}
+
 NB_MODULE(_native, m) {
   m.doc() = "int4moe_ipex's C++ core; use int4moe_ipex.backends.native";
 
@@ -166,6 +230,8 @@ NB_MODULE(_native, m) {
           return measure_peak(threads, name.c_str());
         },
         nb::arg("threads"), nb::arg("name"), "operations/s on registers alone; 0: not on this CPU; names in limits.h");
+  bind_elementwise(m);
+  bind_dense(m);
   m.def("rows", [] {
     std::vector<std::vector<std::string>> rows;
     for (const Kernels* const* k = all_kernels(); *k; ++k) {

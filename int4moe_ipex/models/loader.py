@@ -23,6 +23,7 @@ from int4moe_ipex.config import Config
 from int4moe_ipex.cpu import CpuFeatures, detect
 from int4moe_ipex.errors import BackendError, CheckpointError, UnsupportedModelError
 from int4moe_ipex.models.families import activation_of, family_of
+from int4moe_ipex.models.fused import fuse
 from int4moe_ipex.models.meta import meta_device
 from int4moe_ipex.models.plan import LoadPlan, build_plan
 from int4moe_ipex.moe.activations import Activation
@@ -43,12 +44,14 @@ class LoadReport:
         rejected: (row, reason) -> module names for which a row before the chosen one was rejected.
         warnings: one line each: disagreeing labels, a differing copy of a tied head.
         packed_nbytes: bytes of all packed weights.
+        fused: transformers' classes whose forward the native core computes (see fused.py) -> how many modules.
     """
 
     paths: dict[str, list[str]] = field(default_factory=dict)
     rejected: dict[tuple[str, str], list[str]] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     packed_nbytes: int = 0
+    fused: dict[str, int] = field(default_factory=dict)
 
     def add(self, module: str, packed: Any, rejected: tuple[tuple[str, str], ...]) -> None:
         self.paths.setdefault(packed.path, []).append(module)
@@ -93,6 +96,8 @@ def load(
     filler.fill_linears()
     filler.fill_experts(prepared.activation)
     _finish(prepared.model, prepared.checkpoint.path, filler.report)
+    if any(name.startswith("native/") for name in filler.report.paths):
+        filler.report.fused = fuse(prepared.model, keep_attention=attn_implementation is not None)
     return prepared.model
 
 

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from int4moe_ipex.errors import Int4MoeError
+from int4moe_ipex.models.cache import cache_keyword, growing_cache
 
 # Windows of perplexity that are fed at once; each is still a sequence of its own.
 WINDOWS_AT_ONCE = 8
@@ -75,6 +76,7 @@ def generate(
             attention_mask=torch.ones_like(ids),
             max_new_tokens=max_new_tokens,
             streamer=clock,
+            **{cache_keyword(): growing_cache(model)},
             **sampling,
         )
     new = out[0, ids.shape[1] :].tolist()

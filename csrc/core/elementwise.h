@@ -1,0 +1,45 @@
+// What a decoder layer does between its matrix products, fused: one pass where torch needs eight operators. At one token
+// the operators' own cost is most of the time outside the experts.
+#pragma once
+
+#include <cstdint>
+
+#include "isa/kernels.h"
+
+namespace int4moe {
+
+// y[r] = weight * round(x[r] / sqrt(mean(x[r]^2) + eps)), rounded to the type after each step, as transformers' RMSNorm
+// does. x and y may be the same rows; both are dense [rows, columns] of `type` (bfloat16 or float32), as is weight.
+void rms_norm(FloatType type, int64_t rows, int64_t columns, const void* x, const void* weight, float eps, void* y,
+              int threads);
+
+// Rotary position embedding of whole heads, in place, after an optional RMSNorm of each head.
+struct Rotary {
+  FloatType type;             // bfloat16 or float32, of x, cos, sin and norm
+  int64_t rows;               // batch * tokens
+  int heads, head_dim;        // x is dense [rows, heads, head_dim]; head_dim is even
+  void* x;
+  const void *cos, *sin;      // dense [cos_rows, head_dim]; row r of x takes row r % cos_rows
+  int64_t cos_rows;
+  const void* norm;           // [head_dim], or null: no norm
+  float eps;
+};
+
+// x[i] * cos[i] + (i < half ? -x[i + half] : x[i - half]) * sin[i], computed in float32 and rounded once.
+void rotate(const Rotary& r, int threads);
+
+// Softmax over all experts, then the top_k greatest, greatest first (the lower id among equals).
+struct TopK {
+  FloatType type;             // of logits [tokens, experts], dense: bfloat16 or float32
+  int64_t tokens;
+  int experts, top_k;
+  const void* logits;
+  bool normalise;             // divide by the sum of the chosen
+  FloatType score_type;       // of scores [tokens, top_k]: bfloat16 or float32
+  void* scores;
+  int64_t* ids;               // [tokens, top_k]
+};
+
+void softmax_top_k(const TopK& t, int threads);
+
+}  // namespace int4moe

@@ -1,0 +1,55 @@
+#include "isa/avx2_dense.h"
+
+#include <immintrin.h>
+
+#include "isa/float_bits.h"
+
+namespace int4moe {
+namespace avx2 {
+namespace {
+
+inline float sum_of(__m256 v) {
+  const __m128 half = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  const __m128 pair = _mm_add_ps(half, _mm_movehl_ps(half, half));
+  return _mm_cvtss_f32(_mm_add_ss(pair, _mm_movehdup_ps(pair)));
+}
+
+template <int T>
+void rows_of(int64_t first, int64_t last, int64_t rows, int64_t columns, const float* x, const uint16_t* w,
+             const uint16_t* bias, uint16_t* y) {
+  const __m256i high = _mm256_set1_epi32(int(0xffff0000u));
+  for (int64_t n = first; n < last; ++n) {
+    const uint16_t* row = w + n * columns;
+    __m256 acc[T][4];
+    for (int t = 0; t < T; ++t) acc[t][0] = acc[t][1] = acc[t][2] = acc[t][3] = _mm256_setzero_ps();
+    for (int64_t k = 0; k < columns; k += 32) {
+#pragma GCC unroll 2
+      for (int half = 0; half < 2; ++half) {
+        const __m256i v = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(row + k + 16 * half));
+        const __m256 even = _mm256_castsi256_ps(_mm256_slli_epi32(v, 16));
+        const __m256 odd = _mm256_castsi256_ps(_mm256_and_si256(v, high));
+#pragma GCC unroll 4
+        for (int t = 0; t < T; ++t) {
+          const float* xt = x + t * columns + k + 16 * half;
+          acc[t][2 * half] = _mm256_fmadd_ps(even, _mm256_load_ps(xt), acc[t][2 * half]);
+          acc[t][2 * half + 1] = _mm256_fmadd_ps(odd, _mm256_load_ps(xt + 8), acc[t][2 * half + 1]);
+        }
+      }
+    }
+    for (int t = 0; t < T; ++t) {
+      const float sum = sum_of(_mm256_add_ps(_mm256_add_ps(acc[t][0], acc[t][2]), _mm256_add_ps(acc[t][1], acc[t][3])));
+      y[t * rows + n] = float_to_bf16(bias ? sum + bf16_to_float(bias[n]) : sum);
+    }
+  }
+}
+
+}  // namespace
+
+void dense_rows(int tokens, int64_t first, int64_t last, int64_t rows, int64_t columns, const float* x, const uint16_t* w,
+                const uint16_t* bias, uint16_t* y) {
+  const auto fn = tokens == 1 ? rows_of<1> : tokens == 2 ? rows_of<2> : rows_of<3>;
+  fn(first, last, rows, columns, x, w, bias, y);
+}
+
+}  // namespace avx2
+}  // namespace int4moe

@@ -1,0 +1,235 @@
+"""transformers' small modules with their operators fused into one call of the native core.
+
+At one token the experts and int4 linears of a layer take a fraction of a millisecond, and so do the hundred small
+operators around them. A fused module keeps its class as a base, its parameters and its hooks; whatever the core does
+not take (autograd, torch.compile, other dtypes, other attention implementations) runs transformers' own forward.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from int4moe_ipex.backends import native
+from int4moe_ipex.models import attention
+
+DTYPES = {torch.bfloat16: 1, torch.float32: 2}  # csrc/core/layout.h
+MAX_EXPERTS = 1024  # csrc/core/elementwise.cpp
+
+
+def _plain(*tensors: torch.Tensor) -> bool:
+    """Whether the core may read these: dense CPU tensors of one dtype it knows, outside tracing and autograd."""
+    if torch.compiler.is_compiling():
+        return False
+    dtype = tensors[0].dtype
+    if dtype not in DTYPES:
+        return False
+    return all(
+        type(t) in (torch.Tensor, nn.Parameter)
+        and t.dtype is dtype
+        and t.is_contiguous()
+        and t.device.type == "cpu"
+        and not t.requires_grad
+        for t in tensors
+    )
+
+
+class FusedRMSNorm:
+    """`weight * (x / rms(x))` with the roundings of transformers' own."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        weight = self.weight
+        if not _plain(hidden_states, weight):
+            return super().forward(hidden_states)
+        y = torch.empty_like(hidden_states)
+        columns = weight.shape[0]
+        native._native.rms_norm(
+            DTYPES[y.dtype],
+            y.numel() // columns,
+            columns,
+            hidden_states.data_ptr(),
+            weight.data_ptr(),
+            self.variance_epsilon,
+            y.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return y
+
+
+class FusedLinear:
+    """A dense bfloat16 linear for a few tokens, at the speed of reading its weight: the head of most checkpoints."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        y = _few_tokens(input, self.weight, self.bias)
+        return super().forward(input) if y is None else y
+
+
+class FusedAttention:
+    """Attention over whole-head rotary embeddings: norm of each head and rotation in place, in one pass."""
+
+    def forward(self, hidden_states, position_embeddings=None, attention_mask=None, cache=None, **kwargs):
+        cos, sin = position_embeddings
+        if not (
+            self.config._attn_implementation in ("sdpa", attention.NAME)
+            and not self.training
+            and cos.shape[-1] == self.head_dim
+            and _plain(hidden_states, cos, sin)
+        ):
+            return super().forward(
+                hidden_states=hidden_states,
+                position_embeddings=position_embeddings,
+                attention_mask=attention_mask,
+                **({} if cache is None else {"cache": cache}),
+                **kwargs,
+            )
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        cache = kwargs.pop("past_key_values", cache)
+        shape = hidden_states.shape[:-1]
+        heads = (*shape, -1, self.head_dim)
+        query = self._rotated(self.q_proj(hidden_states), "q_norm", cos, sin).view(heads).transpose(1, 2)
+        key = self._rotated(self.k_proj(hidden_states), "k_norm", cos, sin).view(heads).transpose(1, 2)
+        value = self.v_proj(hidden_states).view(heads).transpose(1, 2)
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
+        out, weights = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation](
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=0.0,
+            scaling=self.scaling,
+            sliding_window=getattr(self, "sliding_window", None),
+            **kwargs,
+        )
+        return self.o_proj(out.reshape(*shape, -1)), weights
+
+    def _rotated(self, x: torch.Tensor, norm: str, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """x [batch, tokens, heads * head_dim], which nobody else holds, changed in place."""
+        x = x.contiguous()
+        norm = getattr(self, norm, None)
+        rows = x.numel() // x.shape[-1]
+        native._native.rotate(
+            DTYPES[x.dtype],
+            rows,
+            x.shape[-1] // self.head_dim,
+            self.head_dim,
+            x.data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            cos.numel() // self.head_dim,
+            0 if norm is None else norm.weight.data_ptr(),
+            0.0 if norm is None else norm.variance_epsilon,
+            torch.get_num_threads(),
+        )
+        return x
+
+
+class FusedTopKRouter:
+    """Softmax over the experts and the top k of them."""
+
+    def forward(self, hidden_states: torch.Tensor):
+        if not _plain(hidden_states, self.weight):
+            return super().forward(hidden_states)
+        hidden_states = hidden_states.reshape(-1, self.hidden_dim)
+        logits = _few_tokens(hidden_states, self.weight, None) if attention.available() else None
+        if logits is None:
+            logits = F.linear(hidden_states, self.weight)
+        tokens = logits.shape[0]
+        # Mixtral always normalises, and keeps float32 scores.
+        normalise = getattr(self, "norm_topk_prob", None)
+        dtype = torch.float32 if normalise is None else logits.dtype
+        scores = torch.empty(tokens, self.top_k, dtype=dtype)
+        ids = torch.empty(tokens, self.top_k, dtype=torch.int64)
+        native._native.softmax_top_k(
+            DTYPES[logits.dtype],
+            tokens,
+            self.num_experts,
+            self.top_k,
+            logits.data_ptr(),
+            normalise is None or normalise,
+            DTYPES[dtype],
+            scores.data_ptr(),
+            ids.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return logits, scores, ids
+
+
+def _few_tokens(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
+    """F.linear where the core has it and is faster: bfloat16, a few tokens, in_features a multiple of 32."""
+    rows, columns = weight.shape
+    tokens = x.numel() // columns
+    if not (0 < tokens <= native._native.dense_tokens and columns % 32 == 0 and x.dtype is torch.bfloat16):
+        return None
+    if not (_plain(x, weight) if bias is None else _plain(x, weight, bias)):
+        return None
+    y = torch.empty(*x.shape[:-1], rows, dtype=x.dtype)
+    native._native.dense_linear(
+        tokens,
+        rows,
+        columns,
+        x.data_ptr(),
+        weight.data_ptr(),
+        0 if bias is None else bias.data_ptr(),
+        y.data_ptr(),
+        torch.get_num_threads(),
+    )
+    return y
+
+
+# Classes of transformers whose forward is known to be what the fused one computes, by name in their own module.
+NORMS = {f"{f}RMSNorm" for f in ("Qwen2Moe", "Qwen3Moe", "Mixtral", "Olmoe", "DeepseekV2", "DeepseekV3", "Glm4Moe")}
+ATTENTIONS = {"Qwen2MoeAttention", "Qwen3MoeAttention", "MixtralAttention"}
+ROUTERS = {"Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter", "OlmoeTopKRouter", "MixtralTopKRouter"}
+
+
+def _fusion(module: nn.Module) -> type | None:
+    cls = type(module)
+    if cls is nn.Linear and module.weight.dtype is torch.bfloat16 and attention.available():
+        return FusedLinear
+    if not cls.__module__.startswith("transformers.models."):
+        return None
+    if cls.__name__ in NORMS:
+        return FusedRMSNorm
+    if cls.__name__ in ROUTERS and module.num_experts <= MAX_EXPERTS:
+        return FusedTopKRouter
+    if cls.__name__ in ATTENTIONS and _heads_are_plain(module):
+        return FusedAttention
+    return None
+
+
+def _heads_are_plain(attention: Any) -> bool:
+    norms = [getattr(attention, n, None) for n in ("q_norm", "k_norm")]
+    dtypes = {n.weight.dtype for n in norms if n is not None} | {attention.config.dtype}
+    return attention.head_dim % 2 == 0 and len(dtypes) == 1
+
+
+@functools.cache
+def _fused_class(fusion: type, cls: type) -> type:
+    return type(f"Fused{cls.__name__}", (fusion, cls), {"__module__": __name__})
+
+
+def fuse(model: nn.Module, keep_attention: bool = False) -> dict[str, int]:
+    """Turns the modules that can be into fused ones, in place; class name -> how many. Needs the native core.
+
+    `keep_attention` leaves the model's attention implementation as it is.
+    """
+    fused: dict[str, int] = {}
+    if native._native is None:
+        return fused
+    if attention.available() and not keep_attention and model.config._attn_implementation == "sdpa":
+        attention.register()
+        model.config._attn_implementation = attention.NAME
+    for module in model.modules():
+        fusion = _fusion(module)
+        if fusion is not None:
+            name = type(module).__name__
+            module.__class__ = _fused_class(fusion, type(module))
+            fused[name] = fused.get(name, 0) + 1
+    return fused
