@@ -34,9 +34,7 @@ void prepare(const Matrix& m, const float* x, uint8_t* row) {
       sum = _mm256_add_ps(sum, v);
       _mm256_store_ps(values + at, _mm256_mul_ps(v, fold));
     }
-    const __m128 half = _mm_add_ps(_mm256_castps256_ps128(sum), _mm256_extractf128_ps(sum, 1));
-    const __m128 pair = _mm_add_ps(half, _mm_movehl_ps(half, half));
-    sums[g] = _mm_cvtss_f32(_mm_add_ss(pair, _mm_movehdup_ps(pair)));
+    sums[g] = sum_lanes(sum);
   }
 }
 
@@ -50,6 +48,11 @@ INT4MOE_INLINE __m512 nibble(__m512i line) {
   }
 }
 
+// acc += w * v. Not the intrinsic: GCC 12 keeps sums of it in memory when they are many.
+INT4MOE_INLINE void multiply_add(__m512& acc, __m512 w, __m512 v) {
+  __asm__("vfmadd231ps %2, %1, %0" : "+v"(acc) : "v"(w), "v"(v));
+}
+
 template <int B, int M, int N>
 INT4MOE_INLINE void nibbles(const __m512i (&line)[B], const float* const (&x)[M], size_t column, __m512 (&acc)[B][M]) {
   if constexpr (N < 8) {
@@ -60,7 +63,7 @@ INT4MOE_INLINE void nibbles(const __m512i (&line)[B], const float* const (&x)[M]
     for (int t = 0; t < M; ++t) {
       const __m512 v = _mm512_set1_ps(x[t][column + column_of(N)]);
 #pragma GCC unroll 4
-      for (int b = 0; b < B; ++b) acc[b][t] = _mm512_fmadd_ps(w[b], v, acc[b][t]);
+      for (int b = 0; b < B; ++b) multiply_add(acc[b][t], w[b], v);
     }
     nibbles<B, M, N + 1>(line, x, column, acc);
   }
@@ -124,10 +127,9 @@ struct Float {
         avx512::accumulate, TYPES                                                                            \
   }
 
-// On a CPU with AMX these are also what float16 and float32 activations take: tiles would round them to bfloat16.
+// On a CPU with AMX this is also what float32 activations take: tiles would round them to bfloat16.
 extern const Kernels kAvx512W4A16, kAmxFloatW4A16;
 const Kernels kAvx512W4A16 = INT4MOE_ROW("avx512", kAvx512, 7);
-const Kernels kAmxFloatW4A16 = INT4MOE_ROW("amx", kAvx512 | kAmxTile,
-                                           type_bit(FloatType::kFloat16) | type_bit(FloatType::kFloat32));
+const Kernels kAmxFloatW4A16 = INT4MOE_ROW("amx", kAvx512 | kAmxTile, type_bit(FloatType::kFloat32));
 
 }  // namespace int4moe

@@ -7,6 +7,12 @@ namespace int4moe {
 namespace avx512 {
 namespace {
 
+// acc += codes * x, four products to a lane. Not the intrinsic: GCC 12 keeps sums of it in
+// memory when they are many.
+INT4MOE_INLINE void dot(__m512i& acc, __m512i codes, __m512i x) {
+  __asm__("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(codes), "v"(x));
+}
+
 struct Int8 {
   template <int B, int M>
   static void tile(const Matrix& m, int block, const uint8_t* const* rows, float* out, size_t out_stride, const uint8_t* next) {
@@ -51,8 +57,8 @@ struct Int8 {
             const __m512i a = _mm512_set1_epi32(int_at(at)), c = _mm512_set1_epi32(int_at(at + 4));
 #pragma GCC unroll 4
             for (int b = 0; b < B; ++b) {
-              acc[b][t] = _mm512_dpbusd_epi32(acc[b][t], low[b], a);
-              acc[b][t] = _mm512_dpbusd_epi32(acc[b][t], high[b], c);
+              dot(acc[b][t], low[b], a);
+              dot(acc[b][t], high[b], c);
             }
           }
         }

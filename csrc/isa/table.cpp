@@ -9,13 +9,10 @@ extern const Kernels kScalarW4A16, kScalarW4A8;
 extern const Kernels kAvx2W4A16, kAvx2W4A8;
 #endif
 #ifdef INT4MOE_HAVE_AVX512
-extern const Kernels kAvx512W4A16, kAvx512W4A8;
-#endif
-#ifdef INT4MOE_HAVE_AVX512_BF16
-extern const Kernels kAvx512Bf16W4A16;
+extern const Kernels kAvx512Int16W4A16, kAvx512W4A16, kAvx512W4A8;
 #endif
 #ifdef INT4MOE_HAVE_AMX
-extern const Kernels kAmxW4A16, kAmxFloatW4A16, kAmxW4A8;
+extern const Kernels kAmxW4A16, kAmxInt16W4A16, kAmxFloatW4A16, kAmxW4A8;
 #endif
 
 namespace {
@@ -25,14 +22,11 @@ const Kernels* const kTable[] = {
 #ifdef INT4MOE_HAVE_AVX2
     &kAvx2W4A16,   &kAvx2W4A8,
 #endif
-#ifdef INT4MOE_HAVE_AVX512_BF16
-    &kAvx512Bf16W4A16,
-#endif
 #ifdef INT4MOE_HAVE_AVX512
-    &kAvx512W4A16, &kAvx512W4A8,
+    &kAvx512Int16W4A16, &kAvx512W4A16, &kAvx512W4A8,
 #endif
 #ifdef INT4MOE_HAVE_AMX
-    &kAmxW4A16,    &kAmxFloatW4A16, &kAmxW4A8,
+    &kAmxW4A16, &kAmxInt16W4A16, &kAmxFloatW4A16, &kAmxW4A8,
 #endif
     nullptr,
 };

@@ -1,0 +1,23 @@
+// The parts of the test program.
+#pragma once
+
+#include "isa/kernels.h"
+
+namespace tests {
+
+// One row of kernels, on matrices; `quick` tries fewer batch sizes.
+void test_row(const int4moe::Kernels& k, bool quick);
+
+// Two rows that are documented to agree to the bit.
+void test_same_bits(const int4moe::Kernels& a, const int4moe::Kernels& b);
+
+// load, store, accumulate and activate against the scalar row.
+void test_elementwise(const int4moe::Kernels& k);
+
+// A whole MoE layer and a linear through the driver, on one and on several threads, against float64.
+void test_layer(const int4moe::Kernels& k);
+
+// That an AMX row leaves no tile configuration behind.
+void test_tiles_released(const int4moe::Kernels& k);
+
+}  // namespace tests
