@@ -44,7 +44,7 @@ def attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """query [batch, heads, tokens, head_dim], key and value [batch, kv_heads, keys, ...] -> [batch, tokens, heads, ...].
+    """query [batch, heads, tokens, head_dim], key, value [batch, kv_heads, keys, ...] -> [batch, tokens, heads, ...].
 
     Computed in float32 and rounded once to query's dtype.
     """

@@ -54,7 +54,7 @@ def _grown(view: torch.Tensor, total: int) -> torch.Tensor:
 
 
 def growing_cache(model: Any) -> Cache:
-    """An empty cache for `model.generate(..., cache=...)`: plain layers grow in place, others stay transformers' own."""
+    """An empty cache for `model.generate(..., cache=...)`: plain layers grow in place, others stay what they are."""
     cache = DynamicCache(config=model.config)
     cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache
