@@ -34,6 +34,9 @@ log = logging.getLogger("int4moe_ipex")
 
 Progress = Callable[[int, int, str], None]
 
+# Dense tensors of this many bytes stay mapped; smaller ones are copied, so that they lie together.
+MAPPED = 1 << 20
+
 
 @dataclass
 class LoadReport:
@@ -183,8 +186,8 @@ class _Filler:
         if value.is_floating_point():
             keep = any(pattern in name for pattern in strict)
             target = torch.float32 if keep else self.dtype
-            # Embeddings are looked up row by row and may stay mapped; what is multiplied is copied to memory.
-            stays_mapped = isinstance(module, nn.Embedding) and value.dtype == target
+            # Embeddings and heads stay mapped: their pages are shared between processes and cost no time to load.
+            stays_mapped = value.dtype == target and value.nbytes >= MAPPED
             value = value if stays_mapped else value.to(target, copy=True)
         if attribute in module._parameters:
             module._parameters[attribute] = nn.Parameter(value, requires_grad=False)
