@@ -103,11 +103,14 @@ void products(int rows, int columns, const float* left, int64_t left_stride, con
   using Fn = void (*)(const float*, int64_t, const float*, int64_t, int, float*, int64_t);
   constexpr Fn kBySize[kRowTile + 1] = {nullptr,          product<1, kAdd>, product<2, kAdd>, product<3, kAdd>,
                                         product<4, kAdd>, product<5, kAdd>, product<6, kAdd>};
-  for (int r = 0; r < rows; r += kRowTile) {
-    const Fn fn = kBySize[rows - r < kRowTile ? rows - r : kRowTile];
+  const int tiles = (rows + kRowTile - 1) / kRowTile;  // of even size: a small one would wait for its own sums
+  for (int i = 0, r = 0; i < tiles; ++i) {
+    const int size = rows * (i + 1) / tiles - r;
+    const Fn fn = kBySize[size];
     for (int c = 0; c < columns; c += 16) {
       fn(left + r * left_stride, left_stride, right + c, right_stride, n, out + r * out_stride + c, out_stride);
     }
+    r += size;
   }
 }
 

@@ -28,14 +28,13 @@ def _plain(*tensors: torch.Tensor) -> bool:
     dtype = tensors[0].dtype
     if dtype not in DTYPES:
         return False
-    return all(
-        type(t) in (torch.Tensor, nn.Parameter)
-        and t.dtype is dtype
-        and t.is_contiguous()
-        and t.device.type == "cpu"
-        and not t.requires_grad
-        for t in tensors
-    )
+    for t in tensors:
+        kind = type(t)
+        if kind is not torch.Tensor and kind is not nn.Parameter:
+            return False
+        if t.dtype is not dtype or t.requires_grad or not t.is_contiguous() or t.device.type != "cpu":
+            return False
+    return True
 
 
 class FusedRMSNorm:
