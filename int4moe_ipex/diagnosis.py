@@ -18,6 +18,7 @@ from int4moe_ipex.config import Config
 from int4moe_ipex.cpu import CpuFeatures, detect
 from int4moe_ipex.errors import BackendError, CheckpointError
 from int4moe_ipex.formats.base import LinearInfo
+from int4moe_ipex.packing.store import Store, is_store
 
 # A layer of Qwen3-30B-A3B, group_size 128, symmetric: the question when no checkpoint is given.
 TYPICAL_UP = LinearSpec(in_features=2048, out_features=768, group_size=128, symmetric=True)
@@ -44,9 +45,15 @@ def diagnose(config: Config, checkpoint: Path | None = None, cpu: CpuFeatures | 
 
     Raises:
         CheckpointError and its kinds: the checkpoint cannot be described.
+        StoreError: a store that is damaged or of another version.
     """
     cpu = cpu or detect()
     onednn.configure(config.onednn.lib)
+    problems: list[str] = []
+    if checkpoint is not None and is_store(checkpoint):
+        from int4moe_ipex.models.stored import problems_of
+
+        problems = problems_of(Store.open(checkpoint), config)
     questions = (
         questions_of(checkpoint, config) if checkpoint is not None else [Question(("a typical MoE layer",), TYPICAL)]
     )
@@ -60,9 +67,9 @@ def diagnose(config: Config, checkpoint: Path | None = None, cpu: CpuFeatures | 
         "libraries": libraries(),
         "config": {key: origin for key, origin in config.origins().items() if origin != "default"},
         "modules": answers,
-        "problems": [a["error"] for a in answers if a["error"]],
+        "problems": [*problems, *(a["error"] for a in answers if a["error"])],
         "recommended": recommended,
-        "can_run": all(a["error"] is None for a in answers),
+        "can_run": not problems and all(a["error"] is None for a in answers),
     }
 
 
@@ -123,14 +130,11 @@ def recommend(cpu: CpuFeatures, specs: Iterable[Spec]) -> dict[str, Any]:
 
 
 def questions_of(checkpoint: Path, config: Config) -> list[Question]:
-    """The distinct int4 modules of a checkpoint, from its headers alone; experts first.
+    """The distinct int4 modules of a checkpoint or store, from its headers alone; experts first.
 
     Raises:
         CheckpointError and its kinds, UnsupportedModelError: as `load` does.
     """
-    from int4moe_ipex.models.loader import prepare
-
-    prepared = prepare(checkpoint, config)
     alike: dict[tuple[Spec, tuple], list[str]] = {}
 
     def add(name: str, spec: Spec) -> None:
@@ -138,6 +142,15 @@ def questions_of(checkpoint: Path, config: Config) -> list[Question]:
         wish = tuple((b.backend, b.run, b.min_tokens) for b in config.bands(name))
         alike.setdefault((spec, wish), []).append(name)
 
+    if is_store(checkpoint):
+        from int4moe_ipex.models.stored import specs_of
+
+        for name, spec in sorted(specs_of(Store.open(checkpoint)), key=lambda item: isinstance(item[1], LinearSpec)):
+            add(name, spec)
+        return _questions(checkpoint, alike)
+    from int4moe_ipex.models.loader import prepare
+
+    prepared = prepare(checkpoint, config)
     for plan in prepared.plan.experts:
         groups: dict[tuple[LinearSpec, ...], int] = {}
         for trio in plan.experts:
@@ -154,6 +167,10 @@ def questions_of(checkpoint: Path, config: Config) -> list[Question]:
     for name, info in prepared.plan.linears:
         if info.is_int4:
             add(name, linear_spec(info))
+    return _questions(checkpoint, alike)
+
+
+def _questions(checkpoint: Path, alike: dict[tuple[Spec, tuple], list[str]]) -> list[Question]:
     if not alike:
         raise CheckpointError(f"{checkpoint}: has no int4 module")
     return [Question(tuple(names), spec) for (spec, _), names in alike.items()]

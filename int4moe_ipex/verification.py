@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,10 +20,13 @@ from torch import nn
 from int4moe_ipex import formats
 from int4moe_ipex.backends.base import LinearWeights
 from int4moe_ipex.canonical import SYMMETRIC_ZERO, CanonicalWeight, DenseWeight, Weight, dequantize, unpack_codes
+from int4moe_ipex.config import Config
 from int4moe_ipex.models.loader import Prepared
+from int4moe_ipex.models.stored import store_of
 from int4moe_ipex.moe.activations import Activation
 from int4moe_ipex.moe.experts import Int4Experts
 from int4moe_ipex.moe.linear import DenseLinear, Int4Linear
+from int4moe_ipex.packing.store import Store
 
 Stored = tuple[Weight, torch.Tensor | None]
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -81,6 +85,15 @@ def verify(
         if progress:
             progress(done, total, experts.module)
     yield _rest(model, prepared)
+
+
+def stored_files(path: str | Path, settings: Config) -> Iterator[ModuleResult]:
+    """For a model that comes from a store: its files compared with what `convert` wrote, by their SHA-256."""
+    folder = store_of(path, settings)
+    if folder is not None:
+        store = Store.open(folder)
+        differs = [f"{name}: its content is not what convert wrote" for name in store.damaged()]
+        yield ModuleResult(str(folder), "store", differs=differs)
 
 
 # --------------------------------------------------------------------------------------------------------- one module

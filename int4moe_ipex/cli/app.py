@@ -16,6 +16,7 @@ VERBS: tuple[str, ...] = (
     "generate",
     "perplexity",
     "verify",
+    "convert",
     "config",
     "bench",
 )

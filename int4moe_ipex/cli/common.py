@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,29 +33,32 @@ def quiet_transformers() -> None:
     logging.disable_progress_bar()
 
 
-def load_with_progress(path: Path, config: Path | None, as_json: bool, **options: Any) -> tuple[Any, Any]:
-    """(model, tokenizer); a bar on stderr unless the output is for machines or stderr is no terminal."""
+@contextlib.contextmanager
+def progress_bar(what: str, as_json: bool) -> Iterator[Callable[[int, int, str], None]]:
+    """A bar on stderr as a function of (done, total, name); silent for machines or where stderr is no terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    import int4moe_ipex
-
-    quiet_transformers()
-    chosen = {key: value for key, value in options.items() if value is not None}
-    console = Console(stderr=True)
     columns = (
-        TextColumn("loading"),
+        TextColumn(what),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         TextColumn("{task.fields[name]}"),
     )
-    with Progress(*columns, console=console, transient=True, disable=as_json or not sys.stderr.isatty()) as bar:
-        task = bar.add_task("load", total=None, name="")
+    hidden = as_json or not sys.stderr.isatty()
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=hidden) as bar:
+        task = bar.add_task(what, total=None, name="")
+        yield lambda done, total, name: bar.update(task, completed=done, total=total, name=name)
 
-        def step(done: int, total: int, name: str) -> None:
-            bar.update(task, completed=done, total=total, name=name)
 
+def load_with_progress(path: Path, config: Any, as_json: bool, **options: Any) -> tuple[Any, Any]:
+    """(model, tokenizer), with a progress bar; config is a file, a `Config` or None."""
+    import int4moe_ipex
+
+    quiet_transformers()
+    chosen = {key: value for key, value in options.items() if value is not None}
+    with progress_bar("loading", as_json) as step:
         model = int4moe_ipex.load(path, config, progress=step, **chosen)
     return model, load_tokenizer(path)
 

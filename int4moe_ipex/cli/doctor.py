@@ -63,6 +63,10 @@ def _print(found: dict[str, Any]) -> None:
     recommended = found["recommended"]
     console.print(f"Recommended ({recommended['why']}):")
     console.print(Text(recommended["yaml"].rstrip(), style="cyan"), "")
+    said = [module["error"] for module in found["modules"]]
+    for problem in found["problems"]:
+        if problem not in said:
+            console.print(Text(problem, style="red"))
     verdict = "can run" if found["can_run"] else "cannot run"
     console.print(Text(f"The configuration at hand {verdict}.", style="green" if found["can_run"] else "red"))
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict
+from itertools import chain
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -26,6 +28,7 @@ def command(app: typer.Typer) -> None:
 
 def verify(
     path: PathArgument,
+    source: Annotated[Path | None, typer.Option(help="Checkpoint of a store that was moved since.")] = None,
     backend: BackendOption = None,
     dtype: DtypeOption = None,
     compute: ComputeOption = None,
@@ -35,21 +38,25 @@ def verify(
 ) -> None:
     """Compare every packed weight, bit for bit, and every module's output with the checkpoint's float32 reference.
 
+    A store is compared with the checkpoint that it was made from, and its files with what was written.
+
     Exit status: 0 all equal, 1 something differs (each module is named), 2 the checkpoint cannot be loaded.
 
     Example: int4moe verify ./Qwen3-30B-A3B-GPTQ --backend native --prompt "The capital of France is"
     """
-    import torch
-
     from int4moe_ipex import verification
     from int4moe_ipex.config import Config
     from int4moe_ipex.models.loader import prepare
+    from int4moe_ipex.models.stored import checkpoint_of
 
     settings = Config.load(config, backend=backend, dtype=dtype, compute=compute)
+    checkpoint = checkpoint_of(path, source)
     model, tokenizer = load_with_progress(path, settings, as_json)
-    width = getattr(torch, settings.dtype)
     results = []
-    for result in verification.verify(model, prepare(path, settings), width):
+    for result in chain(
+        verification.stored_files(path, settings),
+        verification.verify(model, prepare(checkpoint, settings), model.dtype),
+    ):
         results.append(result)
         if not as_json and not result.good:
             _say(result)
@@ -57,9 +64,10 @@ def verify(
     if prompt is not None:
         tokens = tokenizer(prompt, return_tensors="pt").input_ids
         have = verification.last_logits(model, tokens)
+        dtype_of_model = model.dtype
         del model
-        reference, _ = load_with_progress(path, Config.load("reference", environ={}), as_json)
-        logits = verification.compare_logits(have, verification.last_logits(reference, tokens), width)
+        reference, _ = load_with_progress(checkpoint, Config.load("reference", environ={}), as_json)
+        logits = verification.compare_logits(have, verification.last_logits(reference, tokens), dtype_of_model)
     good = all(r.good for r in results) and (logits is None or logits.good)
     if as_json:
         print_json(

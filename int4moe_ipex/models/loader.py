@@ -24,7 +24,14 @@ from int4moe_ipex.cpu import CpuFeatures, detect
 from int4moe_ipex.errors import BackendError, CheckpointError, UnsupportedModelError
 from int4moe_ipex.models.families import activation_of, family_of
 from int4moe_ipex.models.fused import fuse
-from int4moe_ipex.models.meta import meta_device
+from int4moe_ipex.models.meta import (
+    fill_computed_buffers,
+    hf_config_of,
+    meta_model,
+    put_tensor,
+    replace_module,
+    tie,
+)
 from int4moe_ipex.models.plan import LoadPlan, build_plan
 from int4moe_ipex.moe.activations import Activation
 from int4moe_ipex.moe.experts import Int4Experts, StoredExpert
@@ -75,7 +82,8 @@ def load(
     """Loads a checkpoint folder as a transformers causal language model, ready for `generate`.
 
     Args:
-        path: a local folder with config.json and safetensors files.
+        path: a local folder with config.json and safetensors files, or a prepacked store (`int4moe convert`). With
+            `store: {path: ...}` in the configuration the store is opened, and path is the checkpoint it belongs to.
         config: a YAML file's path, a mapping, a `Config`, or None for the default (see config.py).
         dtype: of activations and dense weights: float32, bfloat16 or float16, as a name or a torch.dtype; None takes
             the configuration's (bfloat16 by default).
@@ -86,21 +94,28 @@ def load(
     Raises:
         CheckpointError and its kinds: files, formats or tensors at fault; all missing tensors are named.
         UnsupportedModelError: a family that is not supported.
+        StoreError: a store of another version, layout or dtype, or of another state of the checkpoint.
         BackendError: no allowed backend can run a module.
     """
     if isinstance(dtype, torch.dtype):
         dtype = str(dtype).removeprefix("torch.")
     settings = Config.load(config, dtype=dtype, **overrides)
     threads.apply(settings.threads)
+    from int4moe_ipex.models import stored
+
+    store = stored.store_of(path, settings)
+    if store is not None:
+        source = None if store == Path(path).expanduser() else path
+        return stored.open_store(
+            store, settings, source=source, attn_implementation=attn_implementation, progress=progress
+        )
     prepared = prepare(path, settings, attn_implementation)
     filler = _Filler(prepared.model, prepared.checkpoint, settings, detect(), progress, prepared.plan)
     filler.report.warnings += prepared.warnings
     filler.fill_tensors()
     filler.fill_linears()
     filler.fill_experts(prepared.activation)
-    _finish(prepared.model, prepared.checkpoint.path, filler.report)
-    if any(name.startswith("native/") for name in filler.report.paths):
-        filler.report.fused = fuse(prepared.model, keep_attention=attn_implementation is not None)
+    finish(prepared.model, prepared.checkpoint.path, filler.report, keep_attention=attn_implementation is not None)
     return prepared.model
 
 
@@ -121,28 +136,31 @@ def prepare(path: str | Path, settings: Config, attn_implementation: str | None 
     family = family_of(checkpoint.config)
     activation = activation_of(checkpoint.config)
     infos = formats.describe(checkpoint)
-    model = _meta_model(_hf_config(checkpoint.path), getattr(torch, settings.dtype), attn_implementation)
+    model = meta_model(hf_config_of(checkpoint.path), getattr(torch, settings.dtype), attn_implementation)
     plan = build_plan(model, family, checkpoint, infos)
     warnings = [*checkpoint.warnings, *sorted({w for info in infos.values() for w in info.warnings})]
     return Prepared(checkpoint, model, plan, activation, warnings)
 
 
-def _hf_config(path: Path) -> Any:
-    from transformers import AutoConfig
+def dense_tensors(
+    model: nn.Module, checkpoint: Checkpoint, plan: LoadPlan, dtype: torch.dtype
+) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """Every tensor that is neither int4 nor tied: its name in the model, its value in the dtype that the model holds
+    it in, and whether that is a view of the mapped file."""
+    strict = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
 
-    config = AutoConfig.from_pretrained(path, local_files_only=True)
-    # transformers would look for a quantizer of its own; the formats are translated here instead.
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    return config
+    def held(name: str, value: torch.Tensor) -> torch.Tensor:
+        if not value.is_floating_point():
+            return value
+        return value.to(torch.float32 if any(pattern in name for pattern in strict) else dtype)
 
-
-def _meta_model(hf_config: Any, dtype: torch.dtype, attn_implementation: str | None) -> nn.Module:
-    from transformers import AutoModelForCausalLM
-
-    kwargs = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
-    with meta_device():
-        return AutoModelForCausalLM.from_config(hf_config, dtype=dtype, **kwargs)
+    for name, stored in plan.tensors.items():
+        if name not in plan.tied:
+            tensor = checkpoint.tensor(stored)
+            value = held(name, tensor)
+            yield name, value, value is tensor
+    for name, info in plan.dequantized:
+        yield name, held(name, dequantize(formats.read_linear(checkpoint, info)[0])), False
 
 
 class _Filler:
@@ -169,30 +187,12 @@ class _Filler:
             self.progress(self.done, self.total, name)
 
     def fill_tensors(self) -> None:
-        strict = tuple(getattr(self.model, "_keep_in_fp32_modules_strict", None) or ())
-        for name, stored in self.plan.tensors.items():
-            if name not in self.plan.tied:
-                self._assign(name, self.checkpoint.tensor(stored), strict)
-        for name, info in self.plan.dequantized:
-            weight, _ = formats.read_linear(self.checkpoint, info)
-            self._assign(name, dequantize(weight), strict)
+        for name, value, mapped in dense_tensors(self.model, self.checkpoint, self.plan, self.dtype):
+            # Embeddings and heads stay mapped: their pages are shared between processes and cost no time to load.
+            put_tensor(self.model, name, value.clone() if mapped and value.nbytes < MAPPED else value)
         for name in self.plan.tied:
             self._tie(name)
-        self._fill_computed_buffers()
-
-    def _assign(self, name: str, value: torch.Tensor, strict: tuple[str, ...]) -> None:
-        module_name, _, attribute = name.rpartition(".")
-        module = self.model.get_submodule(module_name)
-        if value.is_floating_point():
-            keep = any(pattern in name for pattern in strict)
-            target = torch.float32 if keep else self.dtype
-            # Embeddings and heads stay mapped: their pages are shared between processes and cost no time to load.
-            stays_mapped = value.dtype == target and value.nbytes >= MAPPED
-            value = value if stays_mapped else value.to(target, copy=True)
-        if attribute in module._parameters:
-            module._parameters[attribute] = nn.Parameter(value, requires_grad=False)
-        else:
-            module._buffers[attribute] = value
+        fill_computed_buffers(self.model)
 
     def _tie(self, name: str) -> None:
         embedding = self.model.get_input_embeddings().weight
@@ -201,28 +201,17 @@ class _Filler:
             warning = f"{stored} differs from the input embedding, which tie_word_embeddings says to use; it is used"
             self.report.warnings.append(warning)
             log.warning(warning)
-        module_name, _, attribute = name.rpartition(".")
-        self.model.get_submodule(module_name)._parameters[attribute] = embedding
-
-    def _fill_computed_buffers(self) -> None:
-        """Buffers that no checkpoint stores (rotary tables) are computed by transformers' own initialisation."""
-        for module in self.model.modules():
-            if any(
-                b.is_meta for n, b in module.named_buffers(recurse=False) if n in module._non_persistent_buffers_set
-            ):
-                module.to_empty(device="cpu", recurse=False)
-                self.model._init_weights(module)
+        tie(self.model, name)
 
     def fill_linears(self) -> None:
         for name, info in self.plan.linears:
             weight, bias = formats.read_linear(self.checkpoint, info)
             bands = self.settings.bands(name)
-            with _naming(name):
+            with naming(name):
                 module = build_linear(weight, bias, self.cpu, bands[0].run, bands)
             if isinstance(module, Int4Linear):
                 self.report.add(name, module.packed, module.choice.rejected)
-            parent, _, child = name.rpartition(".")
-            setattr(self.model.get_submodule(parent), child, module)
+            replace_module(self.model, name, module)
             self.step(name)
 
     def fill_experts(self, activation) -> None:
@@ -232,16 +221,15 @@ class _Filler:
             for trio in plan.experts:
                 stored.append(StoredExpert(*(formats.read_linear(self.checkpoint, info) for info in trio)))
                 self.step(plan.module)
-            with _naming(plan.module):
+            with naming(plan.module):
                 module = Int4Experts(stored, activation, self.cpu, bands[0].run, bands)
             for pack in module.packs:
                 self.report.add(plan.module, pack.packed, pack.choice.rejected)
-            parent, _, child = plan.module.rpartition(".")
-            setattr(self.model.get_submodule(parent), child, module)
+            replace_module(self.model, plan.module, module)
 
 
 @contextlib.contextmanager
-def _naming(module: str) -> Iterator[None]:
+def naming(module: str) -> Iterator[None]:
     """Errors of choosing a backend name the module."""
     try:
         yield
@@ -249,7 +237,11 @@ def _naming(module: str) -> Iterator[None]:
         raise BackendError(f"{module}: {error}") from None
 
 
-def _finish(model: nn.Module, path: Path, report: LoadReport) -> None:
+def finish(model: nn.Module, path: Path, report: LoadReport, keep_attention: bool) -> None:
+    """The last steps of every load: nothing is left on the meta device, and what the core computes goes to it.
+
+    keep_attention: the caller has chosen an attention implementation, which stays.
+    """
     from transformers import GenerationConfig
 
     left = [n for n, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta]
@@ -257,6 +249,8 @@ def _finish(model: nn.Module, path: Path, report: LoadReport) -> None:
         raise CheckpointError(f"{path}: these were not filled: {', '.join(left)}")
     if (path / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
+    if any(name.startswith("native/") for name in report.paths):
+        report.fused = fuse(model, keep_attention=keep_attention)
     model.config.name_or_path = str(path)
     model.int4moe_report = report
     model.save_pretrained = _no_save

@@ -1,8 +1,12 @@
-"""Building a model without its memory."""
+"""A transformers model without its memory, and the means to fill it."""
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import torch
+from torch import nn
 
 
 def meta_device() -> torch.device:
@@ -14,3 +18,53 @@ def meta_device() -> torch.device:
     import torch._dynamo
 
     return torch.device("meta")
+
+
+def hf_config_of(path: Path) -> Any:
+    """transformers' config of a folder, without what it says of quantization."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    # transformers would look for a quantizer of its own; the formats are translated here instead.
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    return config
+
+
+def meta_model(hf_config: Any, dtype: torch.dtype, attn_implementation: str | None) -> nn.Module:
+    """The causal language model of a config, on the meta device."""
+    from transformers import AutoModelForCausalLM
+
+    kwargs = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    with meta_device():
+        return AutoModelForCausalLM.from_config(hf_config, dtype=dtype, **kwargs)
+
+
+def put_tensor(model: nn.Module, name: str, value: torch.Tensor) -> None:
+    """Sets a parameter or buffer by its dotted name."""
+    module_name, _, attribute = name.rpartition(".")
+    module = model.get_submodule(module_name)
+    if attribute in module._parameters:
+        module._parameters[attribute] = nn.Parameter(value, requires_grad=False)
+    else:
+        module._buffers[attribute] = value
+
+
+def tie(model: nn.Module, name: str) -> None:
+    """Makes a parameter the same as the input embedding."""
+    module_name, _, attribute = name.rpartition(".")
+    model.get_submodule(module_name)._parameters[attribute] = model.get_input_embeddings().weight
+
+
+def fill_computed_buffers(model: nn.Module) -> None:
+    """Buffers that no checkpoint stores (rotary tables) are computed by transformers' own initialisation."""
+    for module in model.modules():
+        if any(b.is_meta for n, b in module.named_buffers(recurse=False) if n in module._non_persistent_buffers_set):
+            module.to_empty(device="cpu", recurse=False)
+            model._init_weights(module)
+
+
+def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Puts a module in the place of the one with this dotted name."""
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, module)

@@ -8,12 +8,13 @@ from typing import Any
 
 from int4moe_ipex.errors import UnsupportedModelError
 from int4moe_ipex.models.families import FAMILIES
+from int4moe_ipex.packing.store import QUANT_METHOD
 
 # Keywords of from_pretrained that change nothing for a local folder of safetensors read by our own loader.
 HARMLESS = frozenset(
     {"local_files_only", "low_cpu_mem_usage", "use_safetensors", "cache_dir", "revision", "token", "force_download"}
 )
-OURS = frozenset({"gptq", "awq", "compressed-tensors", "auto-round"})
+OURS = frozenset({"gptq", "awq", "compressed-tensors", "auto-round", QUANT_METHOD})
 
 _original: Any = None
 

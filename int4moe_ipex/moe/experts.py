@@ -87,7 +87,7 @@ def _same_perm(expert: StoredExpert) -> bool:
     return torch.equal(gate, up)
 
 
-class _Pack:
+class ExpertsPack:
     """Experts of one spec on one backend; `local` maps id + 1 to the id within the pack, -1 where it has none."""
 
     def __init__(self, choice: Choice, packed, ids: Sequence[int], num_experts: int):
@@ -119,6 +119,14 @@ class ComposedExpert(nn.Module):
         self.up = build(expert.up)
         self.down = build(expert.down)
 
+    @classmethod
+    def of_parts(cls, activation: Activation, gate: nn.Module | None, up: nn.Module, down: nn.Module) -> ComposedExpert:
+        """One made of linears that are built already."""
+        made = cls.__new__(cls)
+        nn.Module.__init__(made)
+        made.activation, made.gate, made.up, made.down = activation, gate, up, down
+        return made
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x.float()
         gate = None if self.gate is None else self.gate(x)
@@ -148,7 +156,7 @@ class Int4Experts(nn.Module):
         super().__init__()
         self.num_experts = len(experts)
         self.hidden_size = experts[0].up[0].in_features
-        self.packs: list[_Pack] = []
+        self.packs: list[ExpertsPack] = []
         self.composed = nn.ModuleDict()
         groups: dict[tuple, list[int]] = {}
         rest: list[int] = []
@@ -161,11 +169,22 @@ class Int4Experts(nn.Module):
             spec = experts_spec([experts[i] for i in ids], activation)
             choice = choose(spec, cpu, run, backend)
             packed = choice.pack_experts(spec, _drain(experts, ids))
-            self.packs.append(_Pack(choice, packed, ids, self.num_experts))
+            self.packs.append(ExpertsPack(choice, packed, ids, self.num_experts))
         for index in rest:
             self.composed[str(index)] = ComposedExpert(experts[index], activation, cpu, run, backend)
             experts[index] = None
         experts.clear()
+
+    @classmethod
+    def of_parts(
+        cls, num_experts: int, hidden_size: int, packs: list[ExpertsPack], composed: dict[str, ComposedExpert]
+    ) -> Int4Experts:
+        """One made of parts that are packed already, as a prepacked store has them."""
+        made = cls.__new__(cls)
+        nn.Module.__init__(made)
+        made.num_experts, made.hidden_size, made.packs = num_experts, hidden_size, packs
+        made.composed = nn.ModuleDict(composed)
+        return made
 
     def forward(self, x: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         """x [T, H], top_k_index and top_k_weights [T, k] -> [T, H] in x's dtype; see `Backend.experts_forward`.

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from int4moe_ipex.backends.base import LinearSpec, LinearWeights, RunConfig
+from int4moe_ipex.backends.base import LinearSpec, LinearWeights, Packed, RunConfig
 from int4moe_ipex.backends.select import Choice, Wish, choose
 from int4moe_ipex.canonical import CanonicalWeight, Weight
 from int4moe_ipex.cpu import CpuFeatures
@@ -18,12 +18,12 @@ class Int4Linear(nn.Module):
     The packed weight is a plain attribute, not a parameter or buffer: `.to(dtype)` must not touch its scales.
     """
 
-    def __init__(self, choice: Choice, spec: LinearSpec, linear: LinearWeights):
+    def __init__(self, choice: Choice, packed: Packed):
         super().__init__()
-        self.in_features, self.out_features = spec.in_features, spec.out_features
+        self.in_features, self.out_features = packed.spec.in_features, packed.spec.out_features
         self.backend = choice.backend
         self.choice = choice
-        self.packed = choice.pack_linear(spec, linear)
+        self.packed = packed
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.backend.linear_forward(self.packed, x)
@@ -72,4 +72,5 @@ def build_linear(
     if not isinstance(weight, CanonicalWeight):
         return DenseLinear(weight.weight, bias, run.dtype)
     spec = LinearSpec.of(weight, bias)
-    return Int4Linear(choose(spec, cpu, run, backend), spec, LinearWeights(weight, bias))
+    choice = choose(spec, cpu, run, backend)
+    return Int4Linear(choice, choice.pack_linear(spec, LinearWeights(weight, bias)))
