@@ -68,6 +68,8 @@ def convert(
     layouts = ", ".join(f"{count} in {layout}" for layout, count in written.layouts.items())
     if as_json:
         facts = {"to": to.value, "bytes": written.nbytes, "layouts": written.layouts, "seconds": round(seconds, 3)}
-        print_json({"path": str(written.path), **facts})
+        print_json({"path": str(written.path), **facts, "warnings": list(written.warnings)})
     else:
-        print(f"{written.path}: {size(written.nbytes)} in {seconds:.1f} s; modules: {layouts}", file=sys.stdout)
+        print(f"{written.path}: {size(written.nbytes)} in {seconds:.1f} s; modules: {layouts}")
+        for warning in written.warnings:
+            print(f"warning: {warning}", file=sys.stderr)

@@ -52,12 +52,13 @@ def compressed_tensors_config(weights: Mapping[str, Weight], ignore: Iterable[st
         ignore: further linears that stay as they are.
     """
     targets: dict[tuple, list[str]] = {}
-    dense = list(ignore)
-    for name, weight in weights.items():
-        if isinstance(weight, DenseWeight):
-            dense.append(name)
-            continue
-        targets.setdefault(_group_key(weight), []).append(name)
+    dense = [*ignore, *(name for name, weight in weights.items() if isinstance(weight, DenseWeight))]
+    int4 = {name: weight for name, weight in weights.items() if not isinstance(weight, DenseWeight)}
+    grouped = {_group_key(weight) for weight in int4.values() if weight.num_groups > 1}
+    for name, weight in int4.items():
+        key = _group_key(weight)
+        # One group per row is per-channel, unless it is what the others' group size comes to in a narrow linear.
+        targets.setdefault(key if key in grouped else (None, *key[1:]), []).append(name)
     # The most frequent scheme is the default for every linear; the others name their modules.
     ranked = sorted(targets.items(), key=lambda item: -len(item[1]))
     groups = {
@@ -87,13 +88,9 @@ def compressed_tensors_config(weights: Mapping[str, Weight], ignore: Iterable[st
     }
 
 
-def _group_key(weight: CanonicalWeight) -> tuple[int | None, bool, str | None]:
-    """group_size (None for per-channel), symmetric and actorder: what a config group says of a weight."""
-    return (
-        None if weight.num_groups == 1 else weight.group_size,
-        weight.symmetric,
-        "group" if weight.perm is not None else None,
-    )
+def _group_key(weight: CanonicalWeight) -> tuple[int, bool, str | None]:
+    """group_size, symmetric and actorder: what a config group says of a weight."""
+    return weight.group_size, weight.symmetric, "group" if weight.perm is not None else None
 
 
 def _original_order(codes: torch.Tensor, perm: torch.Tensor) -> torch.Tensor:

@@ -24,6 +24,10 @@ from int4moe_ipex.models.stored import Written
 from int4moe_ipex.packing import store as files
 
 SHARD_BYTES = 2 << 30
+ACT_ORDER = (
+    "the checkpoint has act-order (a g_idx), which compressed-tensors reads before 0.19 only; later releases refuse it "
+    "(actorder='group' has been removed)"
+)
 
 
 def write_compressed_tensors(
@@ -33,27 +37,30 @@ def write_compressed_tensors(
 
     Raises:
         StoreError: `out` exists (see `write_store`) or cannot be written, or `path` is a store.
-        FormatError: a linear that compressed-tensors has no way to say; names it.
+        FormatError: a linear that compressed-tensors has no way to say, by name; or no quantized linear at all.
         CheckpointError and its kinds: as for `load`.
     """
     if files.is_store(path):
         raise StoreError(f"{path}: is a store; give the checkpoint that it was made from")
     checkpoint = Checkpoint.open(path)
     infos = formats.describe(checkpoint)
+    if all(info.format == "dense" for info in infos.values()):
+        raise FormatError(f"{path}: has no quantized linear; there is nothing to convert")
     with files.new_folder(Path(out), force) as folder:
         schemes: dict[str, Any] = {}
         shards = _Shards(folder)
         for name, tensor in _tensors(checkpoint, infos, schemes, progress):
             shards.add(name, tensor)
         nbytes = shards.finish()
-        files.copy_small_files(checkpoint.path, folder, formats.compressed_tensors_config(schemes))
+        packed = any(isinstance(weight, CanonicalWeight) for weight in schemes.values())
+        label = formats.compressed_tensors_config(schemes) if packed else None
+        files.copy_small_files(checkpoint.path, folder, label)
         source = {"int4moe_ipex": int4moe_ipex.__version__, "source": str(checkpoint.path.absolute())}
         (folder / files.EXPORTED).write_text(json.dumps(source, indent=1), encoding="utf-8")
-    counts: dict[str, int] = {}
-    for weight in schemes.values():
-        kind = "int4" if isinstance(weight, CanonicalWeight) else "dense"
-        counts[kind] = counts.get(kind, 0) + 1
-    return Written(Path(out).expanduser().absolute(), nbytes, counts)
+    int4 = [weight for weight in schemes.values() if isinstance(weight, CanonicalWeight)]
+    counts = {"int4": len(int4), "dense": len(schemes) - len(int4)}
+    warnings = (ACT_ORDER,) if any(weight.perm is not None for weight in int4) else ()
+    return Written(Path(out).expanduser().absolute(), nbytes, counts, warnings)
 
 
 def _tensors(

@@ -47,11 +47,12 @@ from int4moe_ipex.packing.store import Store, StoreWriter
 
 @dataclass(frozen=True)
 class Written:
-    """A store that was written: its folder, bytes of its weights, and layout -> number of packs in it."""
+    """A folder that was written: bytes of its weights, layout -> number of packs in it, and what to know of it."""
 
     path: Path
     nbytes: int
     layouts: dict[str, int]
+    warnings: tuple[str, ...] = ()
 
 
 # ------------------------------------------------------------------------------------------------------------ writing

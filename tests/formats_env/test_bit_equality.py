@@ -123,3 +123,31 @@ def test_export_is_read_by_the_library(symmetric, group_size):
     if group_size == -1:
         weights.update(strategy="channel", group_size=None)
     assert torch.equal(libraries.compressed_tensors(exported, weights), source.weight)
+
+
+@pytest.mark.parametrize("path", [p for p in real.checkpoints() if "bf16" not in p.name], ids=lambda path: path.name)
+def test_a_checkpoint_written_by_convert_is_read_by_the_library(tmp_path, path):
+    """Its configuration names a scheme for every int4 module and none for the dense ones; its tensors decompress.
+
+    Act-order is refused by the library's later releases, loudly, as its label says what it is.
+    """
+    from compressed_tensors.quantization import QuantizationConfig
+
+    from int4moe_ipex.models.export import write_compressed_tensors
+
+    write_compressed_tensors(path, tmp_path / "ct")
+    source, written = Checkpoint.open(path), Checkpoint.open(tmp_path / "ct")
+    if "desc-act" in path.name:
+        with pytest.raises(ValueError, match="actorder='group' has been removed"):
+            QuantizationConfig.model_validate(written.quantization)
+        return
+    label = QuantizationConfig.model_validate(written.quantization)
+    (scheme,) = label.config_groups.values()
+    assert scheme.targets == ["Linear"]
+    infos = describe(written)
+    for name, info in describe(source).items():
+        assert (name in label.ignore) != info.is_int4, name
+        if info.is_int4:
+            weight, _ = read_linear(source, info)
+            decompressed = libraries.compressed_tensors(stored(written, infos[name]), scheme.weights.model_dump())
+            assert torch.equal(decompressed, dequantize(weight)), name
