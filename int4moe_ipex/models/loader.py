@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from int4moe_ipex import formats, threads
+from int4moe_ipex.backends import onednn
 from int4moe_ipex.canonical import dequantize
 from int4moe_ipex.checkpoint.files import Checkpoint
 from int4moe_ipex.config import Config
@@ -101,6 +102,7 @@ def load(
         dtype = str(dtype).removeprefix("torch.")
     settings = Config.load(config, dtype=dtype, **overrides)
     threads.apply(settings.threads)
+    onednn.configure(settings.onednn.lib)
     from int4moe_ipex.models import stored
 
     store = stored.store_of(path, settings)
