@@ -23,7 +23,7 @@ from int4moe_ipex.errors import ConfigError
 KeyPath = tuple[str | int, ...]
 PREFIX = "INT4MOE_"
 # Variables of this project that are not configuration keys.
-OTHER_VARIABLES = ("INT4MOE_CONFIG", "INT4MOE_MAX_ISA", "INT4MOE_CHECKPOINTS", "INT4MOE_CACHE")
+OTHER_VARIABLES = ("INT4MOE_CONFIG", "INT4MOE_MAX_ISA", "INT4MOE_CHECKPOINTS", "INT4MOE_CACHE", "INT4MOE_TUNE_FILE")
 
 
 class Impossible(ValueError):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from int4moe_ipex import machine
+from int4moe_ipex import machine, tuning
 from int4moe_ipex.backends import onednn
 from int4moe_ipex.backends.base import ExpertsSpec, LinearSpec, Supported
 from int4moe_ipex.backends.select import Choice, Spec, choose, describe, explain
@@ -65,12 +65,24 @@ def diagnose(config: Config, checkpoint: Path | None = None, cpu: CpuFeatures | 
         "isas": [vars(verdict) for verdict in machine.isas(cpu)],
         "packages": versions(),
         "libraries": libraries(),
+        "tuning": tuned(cpu, config),
         "config": {key: origin for key, origin in config.origins().items() if origin != "default"},
         "modules": answers,
         "problems": [*problems, *(a["error"] for a in answers if a["error"])],
         "recommended": recommended,
         "can_run": not problems and all(a["error"] is None for a in answers),
     }
+
+
+def tuned(cpu: CpuFeatures, config: Config) -> dict[str, Any]:
+    """Where measured crossings are kept, and which of them the configuration at hand uses: kind -> words."""
+    file = tuning.file_of()
+    used = {}
+    for kind in ("experts", "linear"):
+        entry = tuning.entry_here(cpu, config.compute, config.dtype, kind)
+        if entry is not None and config.backend == config.isa == "auto":
+            used[kind] = entry.in_words()
+    return {"file": None if file is None else str(file), "entries": len(tuning.read(file)), "in_use": used}
 
 
 def _answer(question: Question, config: Config, cpu: CpuFeatures) -> dict[str, Any]:

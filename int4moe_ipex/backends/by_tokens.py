@@ -1,7 +1,8 @@
 """Several backends for one module, chosen on each call by how many tokens an expert gets.
 
-It exists only where a configuration's rules say so (`min_tokens`, `max_tokens`): the module is packed once for each
-distinct choice, so that two ranges cost the memory of both.
+It exists only where a configuration's rules say so (`min_tokens`, `max_tokens`), or crossings that were measured: the
+module is packed once for each engine, so that ranges on two engines cost the memory of both. Rows of the native core
+share one pack.
 """
 
 from __future__ import annotations
@@ -34,12 +35,14 @@ class PackedByTokens:
     path: str
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        distinct = {id(packed): (choice, packed) for _, choice, packed in self.parts}
-        return {
-            f"{choice.path}.{name}": tensor
-            for choice, packed in distinct.values()
-            for name, tensor in packed.tensors().items()
-        }
+        found: dict[str, torch.Tensor] = {}
+        seen: set[int] = set()
+        for _, choice, packed in self.parts:
+            for name, tensor in packed.tensors().items():
+                if tensor.data_ptr() not in seen:
+                    found[f"{choice.path}.{name}"] = tensor
+                    seen.add(tensor.data_ptr())
+        return found
 
     def at(self, tokens: int) -> tuple[Choice, Packed]:
         """Choice and pack for that many tokens per expert."""
@@ -74,9 +77,21 @@ class ByTokensBackend:
         for last, choice in self.choices:
             key = (choice.backend.name, choice.path, choice.run)
             if key not in done:
-                done[key] = pack(choice)
+                done[key] = self._again(done, choice) or pack(choice)
             parts.append((last, choice, done[key]))
         return PackedByTokens(spec, tuple(parts), self.path)
+
+    def _again(self, done: dict[tuple, Packed], choice: Choice) -> Packed | None:
+        """The native core's layout is the same for all of its rows: they share one pack."""
+        if choice.backend.name != "native":
+            return None
+        first = next((packed for (name, _, _), packed in done.items() if name == "native"), None)
+        if first is None:
+            return None
+        from int4moe_ipex.backends.native import with_row
+
+        _, isa, compute = choice.path.split("/")
+        return with_row(first, isa, compute)
 
     def experts_forward(
         self, packed: PackedByTokens, x: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor

@@ -328,6 +328,13 @@ def open_linear(
     return NativeLinear(spec, blob, layout, isa, compute, bias_dtype, handle, blob.data_ptr())
 
 
+def with_row(packed: NativeExperts | NativeLinear, isa: str, compute: str) -> NativeExperts | NativeLinear:
+    """The same buffer run by another row."""
+    if isinstance(packed, NativeExperts):
+        return open_experts(packed.spec, packed.blob, packed.bias_dtypes, isa, compute)
+    return open_linear(packed.spec, packed.blob, packed.bias_dtype, isa, compute)
+
+
 def _check_blob(layout: NativeLayout, blob: torch.Tensor) -> None:
     want = _native.Layout(layout.experts, list(layout.numbers)).total_bytes
     if blob.dtype != torch.uint8 or blob.dim() != 1 or blob.numel() != want or not blob.is_contiguous():

@@ -1,7 +1,8 @@
 """The one table that chooses a backend, keeping the reason of every row it rejects.
 
 `choose` walks `TABLE` from the top: the first row that the configuration allows, this CPU can run and the backend
-supports for the module wins. A forced backend or instruction set that cannot run is an error, unless the
+supports for the module wins; where the configuration leaves backend and isa open, rows that `int4moe tune` has measured
+to be faster here are asked first. A forced backend or instruction set that cannot run is an error, unless the
 configuration says `on_unsupported: fallback`. Slower rows that are taken for want of a better one are logged once.
 """
 
@@ -14,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, TypeAlias
 
+from int4moe_ipex import tuning
 from int4moe_ipex.backends.base import Backend, ExpertsSpec, LinearSpec, Packed, Rejected, RunConfig, Supported, Verdict
 from int4moe_ipex.cpu import CpuFeatures
 from int4moe_ipex.errors import BackendError
@@ -169,10 +171,11 @@ def choose(
     """
     if isinstance(backend, str):
         return _choose(spec, cpu, run, backend, on_unsupported)
-    chosen = [
-        (band.max_tokens, _choose(spec, cpu, replace(band.run, dtype=run.dtype), band.backend, band.on_unsupported))
-        for band in backend
-    ]
+    chosen = []
+    for band in backend:
+        wish = replace(band.run, dtype=run.dtype)
+        for last, prefer in _preferences(spec, cpu, wish, band):
+            chosen.append((last, _choose(spec, cpu, wish, band.backend, band.on_unsupported, prefer)))
     if len({(choice.path, choice.run) for _, choice in chosen}) == 1:
         return chosen[0][1]
     from int4moe_ipex.backends.by_tokens import ByTokensBackend
@@ -182,7 +185,21 @@ def choose(
     return Choice(engine_by_tokens, engine_by_tokens.path, rejected, chosen[0][1].run)
 
 
-def _choose(spec: Spec, cpu: CpuFeatures, run: RunConfig, backend: str, on_unsupported: str) -> Choice:
+def _preferences(
+    spec: Spec, cpu: CpuFeatures, run: RunConfig, band: ModuleConfig
+) -> Sequence[tuple[int | None, str | None]]:
+    """(last number of tokens, name of the row to ask first) within a band: measured on this machine, or nothing."""
+    if band.backend == "auto" and run.isa == "auto":
+        kind = "experts" if isinstance(spec, ExpertsSpec) else "linear"
+        entry = tuning.entry_here(cpu, run.compute, str(run.dtype).removeprefix("torch."), kind)
+        if entry is not None:
+            return tuning.clip(entry.crossings, band.min_tokens, band.max_tokens)
+    return ((band.max_tokens, None),)
+
+
+def _choose(
+    spec: Spec, cpu: CpuFeatures, run: RunConfig, backend: str, on_unsupported: str, prefer: str | None = None
+) -> Choice:
     if backend != "auto" and backend not in _BACKENDS:
         raise BackendError(f"unknown backend {backend!r}; known: auto, {', '.join(_BACKENDS)}")
     wishes = [(run, backend)]
@@ -198,7 +215,8 @@ def _choose(spec: Spec, cpu: CpuFeatures, run: RunConfig, backend: str, on_unsup
             failed.append(f"isa {wish.isa} is asked for and {lacks(cpu, wish.isa)}")
             continue
         rejected: list[tuple[str, str]] = []
-        for row in TABLE:
+        # What was measured to be fastest here is asked first; the rest keeps its order.
+        for row in sorted(TABLE, key=lambda row: row.name != prefer):
             verdict = ask(row, spec, cpu, wish, name)
             if isinstance(verdict, Supported):
                 choice = Choice(

@@ -17,6 +17,7 @@ VERBS: tuple[str, ...] = (
     "perplexity",
     "verify",
     "convert",
+    "tune",
     "config",
     "bench",
 )

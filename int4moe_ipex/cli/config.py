@@ -33,15 +33,25 @@ def show(
     from int4moe_ipex.config_sources import unknown_variables
 
     config = Config.load(file)
+    if origin:
+        # Which rows are taken depends on the number of threads: torch is asked, and only then imported.
+        from int4moe_ipex.cpu import detect
+        from int4moe_ipex.diagnosis import tuned
     values, origins = _flat(config.model_dump(mode="json")), config.origins()
     if as_json:
         shown = {key: {"value": value, "origin": origins[key]} for key, value in values.items()} if origin else values
+        if origin:
+            shown["tuned"] = tuned(detect(), config)
         typer.echo(json.dumps(shown, indent=2))
     else:
         table = Table("key", "value", *(["origin"] if origin else []))
         for key, value in values.items():
             table.add_row(key, json.dumps(value), *([origins[key]] if origin else []))
         Console().print(table)
+        if origin:
+            used = tuned(detect(), config)
+            for kind, words in used["in_use"].items():
+                typer.echo(f"auto for {kind} is tuned: {words} ({used['file']})")
     for sentence in unknown_variables(Config, os.environ):
         typer.echo(f"warning: {sentence}", err=True)
 

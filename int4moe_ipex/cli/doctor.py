@@ -108,8 +108,19 @@ def _facts(found: dict[str, Any]) -> list[tuple[str, str]]:
         ("packages", packages),
     ]
     lines += [(name, library["detail"]) for name, library in found["libraries"].items()]
+    lines.append(("tuned values", _tuning(found["tuning"])))
     lines += [("configuration", f"{key} from {origin}") for key, origin in found["config"].items()]
     return lines
+
+
+def _tuning(tuned: dict[str, Any]) -> str:
+    if tuned["in_use"]:
+        return "; ".join(f"{kind}: {words}" for kind, words in tuned["in_use"].items()) + f" ({tuned['file']})"
+    if tuned["file"] is None:
+        return "off (INT4MOE_TUNE_FILE)"
+    if tuned["entries"]:
+        return f"none in use: {tuned['file']} has none for this machine, number of threads and configuration"
+    return "none (int4moe tune measures them)"
 
 
 def _cache(cache: dict[str, Any]) -> str:
