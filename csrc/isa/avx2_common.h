@@ -5,6 +5,13 @@
 
 #include "isa/kernels.h"
 
+// Loops over registers: every one has to disappear, or the accumulators land in memory.
+#if defined(__clang__)
+#define INT4MOE_UNROLL _Pragma("unroll")
+#else
+#define INT4MOE_UNROLL _Pragma("GCC unroll 16")
+#endif
+
 namespace int4moe {
 namespace avx2 {
 namespace {
@@ -12,7 +19,7 @@ namespace {
 constexpr int kHalf = 8;  // rows of a block per vector
 
 // Bytes that codes are fetched ahead of their use.
-constexpr ptrdiff_t kAhead = 4096;
+constexpr ptrdiff_t kAhead = 2048;
 
 // Address to prefetch while the codes at `at` are read: kAhead further, going on at `next` behind `end`.
 inline const uint8_t* ahead(const uint8_t* at, const uint8_t* end, const uint8_t* next) {

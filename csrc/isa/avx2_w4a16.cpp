@@ -49,111 +49,157 @@ void prepare(const Matrix& m, const float* x, uint8_t* row) {
   }
 }
 
-struct Block {
+// What one call reads, for prefetching: blocks of B side by side are B streams.
+struct Stream {
+  size_t block_bytes;        // of codes
+  size_t scale_block_bytes;  // of scales
+  const uint8_t* after;      // codes that follow this group of blocks: the next group of the call, or the next call's
+};
+
+// A code vector masked in memory: keeps the compiler from holding all code vectors in registers at once.
+inline __m256i masked(__m256i mask, const uint8_t* p) {
+  __m256i r;
+  __asm__("vpand %2, %1, %0" : "=x"(r) : "x"(mask), "m"(*reinterpret_cast<const __m256i*>(p)));
+  return r;
+}
+
+inline __m256i shifted(const uint8_t* p) {
+  return _mm256_srli_epi32(_mm256_load_si256(reinterpret_cast<const __m256i*>(p)), 28);
+}
+
+struct Source {
   const uint8_t* codes;
   const uint8_t* scales;
   const uint8_t* zeros;
-  const uint8_t* end;   // of the codes of this call
-  const uint8_t* next;  // where this thread reads afterwards
 };
 
-// C groups at once (independent chains, for one or two tokens), M tokens, 16 rows; `lines` lines in each group.
-template <int M, int C, ScaleType S>
-inline __attribute__((always_inline)) void groups(const Matrix& m, const Block& b, const float* const (&x)[M], int group,
-                                                  int lines, __m256 (&total)[M][2]) {
+// One group of B blocks (16 rows each) for M tokens: 2 * B * M independent chains.
+template <int M, int B, ScaleType S>
+inline __attribute__((always_inline)) void one_group(const Matrix& m, const Source& at, const Stream& stream,
+                                                     const float* const (&x)[M], int group, int lines,
+                                                     __m256 (&total)[B][M][2]) {
   const size_t first_line = size_t(group) * size_t(m.group_lines());
   const size_t sums_at = size_t(m.lines) * kLineColumns + size_t(group);
-  __m256 acc[C][M][2];
-  for (int c = 0; c < C; ++c) {
-    if (b.zeros) {
-      const IntPair z = load_zeros(b.zeros + (group + c) * (kBlockRows / 2));
+  const size_t zeros_bytes = size_t(m.groups) * (kBlockRows / 2);
+  __m256 acc[B][M][2];
+  if (at.zeros) {
+    INT4MOE_UNROLL
+    for (int b = 0; b < B; ++b) {
+      const IntPair z = load_zeros(at.zeros + b * zeros_bytes + size_t(group) * (kBlockRows / 2));
       const __m256 low = _mm256_cvtepi32_ps(z.low), high = _mm256_cvtepi32_ps(z.high);
+      INT4MOE_UNROLL
       for (int t = 0; t < M; ++t) {
-        const __m256 sum = _mm256_set1_ps(-x[t][sums_at + c]);
-        acc[c][t][0] = _mm256_mul_ps(low, sum);
-        acc[c][t][1] = _mm256_mul_ps(high, sum);
-      }
-    } else {
-      for (int t = 0; t < M; ++t) acc[c][t][0] = acc[c][t][1] = _mm256_set1_ps(-8.0f * x[t][sums_at + c]);
-    }
-  }
-  const uint8_t* codes = b.codes + first_line * kLineBytes;
-  const uint8_t* fetch = ahead(codes, b.end, b.next);
-  const size_t step = size_t(m.group_lines());
-  size_t column = first_line * kLineColumns;
-  for (int l = 0; l < lines; ++l, codes += kLineBytes, fetch += kLineBytes, column += kLineColumns) {
-    for (int c = 0; c < C; ++c) {
-      prefetch(fetch + size_t(c) * step * kLineBytes);
-      const auto* p = reinterpret_cast<const __m256i*>(codes + size_t(c) * step * kLineBytes);
-      const __m256i v0 = _mm256_load_si256(p), v1 = _mm256_load_si256(p + 1);
-      const size_t at = column + size_t(c) * step * kLineColumns;
-#pragma GCC unroll 8
-      for (int n = 0; n < 8; ++n) {
-        __m256 w0, w1;
-        if (n < 7) {
-          const __m256i mask = _mm256_set1_epi32(15 << (4 * n));
-          w0 = _mm256_cvtepi32_ps(_mm256_and_si256(v0, mask));
-          w1 = _mm256_cvtepi32_ps(_mm256_and_si256(v1, mask));
-        } else {
-          w0 = _mm256_cvtepi32_ps(_mm256_srli_epi32(v0, 28));
-          w1 = _mm256_cvtepi32_ps(_mm256_srli_epi32(v1, 28));
-        }
-#pragma GCC unroll 8
-        for (int t = 0; t < M; ++t) {
-          const __m256 xb = _mm256_broadcast_ss(x[t] + at + column_of(n));
-          acc[c][t][0] = _mm256_fmadd_ps(w0, xb, acc[c][t][0]);
-          acc[c][t][1] = _mm256_fmadd_ps(w1, xb, acc[c][t][1]);
-        }
+        const __m256 sum = _mm256_set1_ps(-x[t][sums_at]);
+        acc[b][t][0] = _mm256_mul_ps(low, sum);
+        acc[b][t][1] = _mm256_mul_ps(high, sum);
       }
     }
-  }
-  for (int c = 0; c < C; ++c) {
-    const Pair s = load_scales<S>(b.scales + size_t(group + c) * kBlockRows * scale_bytes(S));
+  } else {
+    INT4MOE_UNROLL
     for (int t = 0; t < M; ++t) {
-      total[t][0] = _mm256_fmadd_ps(acc[c][t][0], s.low, total[t][0]);
-      total[t][1] = _mm256_fmadd_ps(acc[c][t][1], s.high, total[t][1]);
+      const __m256 start = _mm256_set1_ps(-8.0f * x[t][sums_at]);
+      INT4MOE_UNROLL
+      for (int b = 0; b < B; ++b) acc[b][t][0] = acc[b][t][1] = start;
+    }
+  }
+
+  const uint8_t* codes = at.codes + first_line * kLineBytes;
+  const size_t further = first_line * kLineBytes + kAhead;
+  const uint8_t* fetch = further < stream.block_bytes ? at.codes + further : stream.after + (further - stream.block_bytes);
+  INT4MOE_UNROLL
+  for (int b = 0; b < B; ++b) {
+    prefetch(at.scales + b * stream.scale_block_bytes + size_t(group + 4) * kBlockRows * scale_bytes(S));
+  }
+  const float* xs[M];
+  INT4MOE_UNROLL
+  for (int t = 0; t < M; ++t) xs[t] = x[t] + first_line * kLineColumns;
+  for (int l = 0; l < lines; ++l, codes += kLineBytes, fetch += kLineBytes) {
+    INT4MOE_UNROLL
+    for (int b = 0; b < B; ++b) prefetch(fetch + b * stream.block_bytes);
+    INT4MOE_UNROLL
+    for (int n = 0; n < 8; ++n) {
+      const __m256i mask = _mm256_set1_epi32(n < 7 ? 15 << (4 * n) : 0);
+      __m256 xb[M];
+      INT4MOE_UNROLL
+      for (int t = 0; t < M; ++t) xb[t] = _mm256_broadcast_ss(xs[t] + l * kLineColumns + column_of(n));
+      INT4MOE_UNROLL
+      for (int b = 0; b < B; ++b) {
+        INT4MOE_UNROLL
+        for (int h = 0; h < 2; ++h) {
+          const uint8_t* p = codes + b * stream.block_bytes + h * (kLineBytes / 2);
+          const __m256 w = _mm256_cvtepi32_ps(n < 7 ? masked(mask, p) : shifted(p));
+          INT4MOE_UNROLL
+          for (int t = 0; t < M; ++t) acc[b][t][h] = _mm256_fmadd_ps(w, xb[t], acc[b][t][h]);
+        }
+      }
+    }
+  }
+  INT4MOE_UNROLL
+  for (int b = 0; b < B; ++b) {
+    const Pair s = load_scales<S>(at.scales + b * stream.scale_block_bytes + size_t(group) * kBlockRows * scale_bytes(S));
+    INT4MOE_UNROLL
+    for (int t = 0; t < M; ++t) {
+      total[b][t][0] = _mm256_fmadd_ps(acc[b][t][0], s.low, total[b][t][0]);
+      total[b][t][1] = _mm256_fmadd_ps(acc[b][t][1], s.high, total[b][t][1]);
     }
   }
 }
 
-template <int M, ScaleType S>
-void block_tile(const Matrix& m, const Block& b, const float* const* rows, float* out, size_t out_stride) {
-  constexpr int C = M == 1 ? 4 : M == 2 ? 2 : 1;
+template <int M, int B, ScaleType S>
+void tile(const Matrix& m, const Source& at, const Stream& stream, const float* const* rows, float* out,
+          size_t out_stride) {
   const float* x[M];
-  __m256 total[M][2];
-  for (int t = 0; t < M; ++t) {
-    x[t] = rows[t];
-    total[t][0] = total[t][1] = _mm256_setzero_ps();
+  __m256 total[B][M][2];
+  for (int t = 0; t < M; ++t) x[t] = rows[t];
+  for (int b = 0; b < B; ++b) {
+    for (int t = 0; t < M; ++t) total[b][t][0] = total[b][t][1] = _mm256_setzero_ps();
   }
-  const int full = m.columns / m.group_size, lines = m.group_lines();
-  int g = 0;
-  for (; g + C <= full; g += C) groups<M, C, S>(m, b, x, g, lines, total);
-  if constexpr (C > 1) {
-    for (; g < full; ++g) groups<M, 1, S>(m, b, x, g, lines, total);
+  const int lines = m.group_lines();
+  for (int g = 0; g < m.groups; ++g) {
+    const int left = m.lines - g * lines;
+    one_group<M, B, S>(m, at, stream, x, g, left < lines ? left : lines, total);
   }
-  if (g < m.groups) groups<M, 1, S>(m, b, x, g, m.lines - g * lines, total);
-  for (int t = 0; t < M; ++t) {
-    _mm256_store_ps(out + t * out_stride, total[t][0]);
-    _mm256_store_ps(out + t * out_stride + kHalf, total[t][1]);
+  for (int b = 0; b < B; ++b) {
+    for (int t = 0; t < M; ++t) {
+      _mm256_store_ps(out + t * out_stride + b * kBlockRows, total[b][t][0]);
+      _mm256_store_ps(out + t * out_stride + b * kBlockRows + kHalf, total[b][t][1]);
+    }
   }
 }
 
 template <ScaleType S>
+struct Tiles {
+  using Tile = void (*)(const Matrix&, const Source&, const Stream&, const float* const*, float*, size_t);
+  // [tokens][log2 of blocks side by side]: enough chains to hide the latency of the multiply-add, within 16 registers
+  static constexpr Tile kTable[kTile + 1][3] = {{nullptr, nullptr, nullptr},
+                                                {tile<1, 1, S>, tile<1, 2, S>, tile<1, 4, S>},
+                                                {tile<2, 1, S>, tile<2, 2, S>, nullptr},
+                                                {tile<3, 1, S>, tile<3, 2, S>, nullptr},
+                                                {tile<4, 1, S>, nullptr, nullptr},
+                                                {tile<5, 1, S>, nullptr, nullptr},
+                                                {tile<6, 1, S>, nullptr, nullptr}};
+};
+
+template <ScaleType S>
 void multiply_as(const Matrix& m, int first, int blocks, const Rows& rows, float* out, size_t out_stride,
                  const uint8_t* next) {
-  using Tile = void (*)(const Matrix&, const Block&, const float* const*, float*, size_t);
-  constexpr Tile kTiles[kTile + 1] = {nullptr,         block_tile<1, S>, block_tile<2, S>, block_tile<3, S>,
-                                      block_tile<4, S>, block_tile<5, S>, block_tile<6, S>};
-  const uint8_t* end = m.block_codes(first + blocks);
   const int tiles = (rows.count + kTile - 1) / kTile;
-  for (int b = 0; b < blocks; ++b) {
-    Block block{m.block_codes(first + b), m.block_scales(first + b), m.block_zeros(first + b), end, next};
+  const int widest = (rows.count + tiles - 1) / tiles;
+  const int most = widest == 1 ? 2 : widest <= 3 ? 1 : 0;
+  Stream stream{size_t(m.block_codes(1) - m.codes), size_t(m.block_scales(1) - m.scales), nullptr};
+  for (int b = 0; b < blocks;) {
+    int log = most;
+    while (b + (1 << log) > blocks) --log;
+    const Source at{m.block_codes(first + b), m.block_scales(first + b), m.block_zeros(first + b)};
+    const int then = b + (1 << log);
     for (int t = 0; t < tiles; ++t) {
       const int from = int(int64_t(rows.count) * t / tiles), to = int(int64_t(rows.count) * (t + 1) / tiles);
       const float* x[kTile];
       for (int i = from; i < to; ++i) x[i - from] = reinterpret_cast<const float*>(rows.at(i));
-      kTiles[to - from](m, block, x, out + from * out_stride + b * kBlockRows, out_stride);
+      stream.after = then < blocks ? m.block_codes(first + then) : next ? next : at.codes;
+      Tiles<S>::kTable[to - from][log](m, at, stream, x, out + from * out_stride + b * kBlockRows, out_stride);
     }
+    b = then;
   }
 }
 

@@ -72,14 +72,14 @@ inline __attribute__((always_inline)) void lines_of(const uint8_t* codes, const 
                                                     __m256i (&acc)[M][2]) {
   const __m256i mask = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
   __m256i words[M][2];
-#pragma GCC unroll 4
+  INT4MOE_UNROLL
   for (int l = 0; l < L; ++l) {
     const auto* p = reinterpret_cast<const __m256i*>(codes + l * kLineBytes);
     const __m256i v0 = _mm256_load_si256(p), v1 = _mm256_load_si256(p + 1);
     const __m256i low0 = _mm256_and_si256(v0, mask), low1 = _mm256_and_si256(v1, mask);
     const __m256i high0 = _mm256_and_si256(_mm256_srli_epi16(v0, 4), mask);
     const __m256i high1 = _mm256_and_si256(_mm256_srli_epi16(v1, 4), mask);
-#pragma GCC unroll 8
+    INT4MOE_UNROLL
     for (int t = 0; t < M; ++t) {
       const uint8_t* xt = x[t] + column + l * kLineColumns;
       const __m256i a = broadcast4(xt), b = broadcast4(xt + 4);
@@ -90,6 +90,7 @@ inline __attribute__((always_inline)) void lines_of(const uint8_t* codes, const 
       words[t][1] = _mm256_add_epi16(words[t][1], _mm256_maddubs_epi16(high1, b));
     }
   }
+  INT4MOE_UNROLL
   for (int t = 0; t < M; ++t) {
     acc[t][0] = _mm256_add_epi32(acc[t][0], _mm256_madd_epi16(words[t][0], ones));
     acc[t][1] = _mm256_add_epi32(acc[t][1], _mm256_madd_epi16(words[t][1], ones));
@@ -100,6 +101,7 @@ template <int M, ScaleType S>
 void block_tile(const Matrix& m, const Block& b, const uint8_t* const* rows, float* out, size_t out_stride) {
   const uint8_t* x[M];
   __m256 total[M][2];
+  INT4MOE_UNROLL
   for (int t = 0; t < M; ++t) {
     x[t] = rows[t];
     total[t][0] = total[t][1] = _mm256_setzero_ps();
@@ -112,6 +114,7 @@ void block_tile(const Matrix& m, const Block& b, const uint8_t* const* rows, flo
     const uint8_t* fetch = ahead(codes, b.end, b.next);
     size_t column = size_t(from) * kLineColumns;
     __m256i acc[M][2];
+    INT4MOE_UNROLL
     for (int t = 0; t < M; ++t) acc[t][0] = acc[t][1] = _mm256_setzero_si256();
     int l = from;
     for (; l + 4 <= to; l += 4, codes += 4 * kLineBytes, fetch += 4 * kLineBytes, column += 4 * kLineColumns) {
@@ -123,6 +126,7 @@ void block_tile(const Matrix& m, const Block& b, const uint8_t* const* rows, flo
     const Pair s = load_scales<S>(b.scales + size_t(g) * kBlockRows * scale_bytes(S));
     IntPair z{_mm256_set1_epi32(8), _mm256_set1_epi32(8)};
     if (b.zeros) z = load_zeros(b.zeros + g * (kBlockRows / 2));
+    INT4MOE_UNROLL
     for (int t = 0; t < M; ++t) {
       float x_scale;
       int32_t x_sum;
@@ -136,6 +140,7 @@ void block_tile(const Matrix& m, const Block& b, const uint8_t* const* rows, flo
       total[t][1] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(d1), _mm256_mul_ps(s.high, xs), total[t][1]);
     }
   }
+  INT4MOE_UNROLL
   for (int t = 0; t < M; ++t) {
     _mm256_store_ps(out + t * out_stride, total[t][0]);
     _mm256_store_ps(out + t * out_stride + kHalf, total[t][1]);
