@@ -6,7 +6,7 @@ namespace int4moe {
 
 extern const Kernels kScalarW4A16, kScalarW4A8;
 #ifdef INT4MOE_HAVE_AVX2
-extern const Kernels kAvx2W4A16, kAvx2W4A8;
+extern const Kernels kAvx2Int16W4A16, kAvx2W4A16, kAvx2W4A8;
 #endif
 #ifdef INT4MOE_HAVE_AVX512
 extern const Kernels kAvx512Int16W4A16, kAvx512W4A16, kAvx512W4A8;
@@ -20,7 +20,7 @@ namespace {
 const Kernels* const kTable[] = {
     &kScalarW4A16, &kScalarW4A8,
 #ifdef INT4MOE_HAVE_AVX2
-    &kAvx2W4A16,   &kAvx2W4A8,
+    &kAvx2Int16W4A16, &kAvx2W4A16, &kAvx2W4A8,
 #endif
 #ifdef INT4MOE_HAVE_AVX512
     &kAvx512Int16W4A16, &kAvx512W4A16, &kAvx512W4A8,
