@@ -119,17 +119,30 @@ inline __attribute__((always_inline)) void one_group(const Matrix& m, const Sour
     INT4MOE_UNROLL
     for (int n = 0; n < 8; ++n) {
       const __m256i mask = _mm256_set1_epi32(n < 7 ? 15 << (4 * n) : 0);
-      __m256 xb[M];
-      INT4MOE_UNROLL
-      for (int t = 0; t < M; ++t) xb[t] = _mm256_broadcast_ss(xs[t] + l * kLineColumns + column_of(n));
-      INT4MOE_UNROLL
-      for (int b = 0; b < B; ++b) {
+      const auto weights = [&](int b, int h) __attribute__((always_inline)) {
+        const uint8_t* p = codes + b * stream.block_bytes + h * (kLineBytes / 2);
+        return _mm256_cvtepi32_ps(n < 7 ? masked(mask, p) : shifted(p));
+      };
+      if constexpr (B == 1) {  // registers are short for activations
+        const __m256 low = weights(0, 0), high = weights(0, 1);
         INT4MOE_UNROLL
-        for (int h = 0; h < 2; ++h) {
-          const uint8_t* p = codes + b * stream.block_bytes + h * (kLineBytes / 2);
-          const __m256 w = _mm256_cvtepi32_ps(n < 7 ? masked(mask, p) : shifted(p));
+        for (int t = 0; t < M; ++t) {
+          const __m256 xb = _mm256_broadcast_ss(xs[t] + l * kLineColumns + column_of(n));
+          acc[0][t][0] = _mm256_fmadd_ps(low, xb, acc[0][t][0]);
+          acc[0][t][1] = _mm256_fmadd_ps(high, xb, acc[0][t][1]);
+        }
+      } else {  // and here for codes
+        __m256 xb[M];
+        INT4MOE_UNROLL
+        for (int t = 0; t < M; ++t) xb[t] = _mm256_broadcast_ss(xs[t] + l * kLineColumns + column_of(n));
+        INT4MOE_UNROLL
+        for (int b = 0; b < B; ++b) {
           INT4MOE_UNROLL
-          for (int t = 0; t < M; ++t) acc[b][t][h] = _mm256_fmadd_ps(w, xb[t], acc[b][t][h]);
+          for (int h = 0; h < 2; ++h) {
+            const __m256 w = weights(b, h);
+            INT4MOE_UNROLL
+            for (int t = 0; t < M; ++t) acc[b][t][h] = _mm256_fmadd_ps(w, xb[t], acc[b][t][h]);
+          }
         }
       }
     }
