@@ -18,6 +18,7 @@ from int4moe_ipex.config import Config
 from int4moe_ipex.cpu import detect
 from int4moe_ipex.diagnosis import TYPICAL
 from int4moe_ipex.models import loader
+from int4moe_ipex.models.stored import checkpoint_of, write_store
 
 ROOT = Path(os.environ.get("INT4MOE_CHECKPOINTS", Path(__file__).parents[2] / "shared" / "checkpoints"))
 pytestmark = pytest.mark.skipif(not ROOT.is_dir(), reason=f"no checkpoints at {ROOT}; set INT4MOE_CHECKPOINTS")
@@ -118,6 +119,36 @@ def test_swapped_gate_and_up_are_called_so(monkeypatch, backend):
     assert [r.module for r in bad] == ["model.layers.1.mlp.experts"]
     assert bad[0].differs[0] == "expert 5 gate_proj and up_proj are swapped"
     assert bad[0].output_error > bad[0].limit
+
+
+@pytest.mark.parametrize("backend", backends())
+@pytest.mark.parametrize("change", [flip_a_nibble, shift_a_zero, "swap gate and up"])
+def test_stores_are_proved_too(tmp_path, monkeypatch, backend, change):
+    """A store that was packed wrongly is whole by its hashes, and found by comparing it with its checkpoint."""
+    read = formats.read_linear
+    names = {f"{EXPERT}.gate_proj": f"{EXPERT}.up_proj", f"{EXPERT}.up_proj": f"{EXPERT}.gate_proj"}
+    infos = formats.describe(formats.Checkpoint.open(ASYM))
+
+    def wrong(checkpoint, info):
+        if change == "swap gate and up":
+            return read(checkpoint, infos[names.get(info.name, info.name)])
+        weight, bias = read(checkpoint, info)
+        return (change(weight) if info.name == f"{EXPERT}.up_proj" else weight), bias
+
+    settings = Config.load({}, environ={}, backend=backend)
+    monkeypatch.setattr(formats, "read_linear", wrong)
+    write_store(ASYM, tmp_path / "s", settings)
+    monkeypatch.setattr(formats, "read_linear", read)
+    model = int4moe_ipex.load(tmp_path / "s", settings)
+    results = list(verification.stored_files(tmp_path / "s", settings))
+    assert [r.good for r in results] == [True]
+    results += verification.verify(model, loader.prepare(checkpoint_of(tmp_path / "s"), settings), torch.bfloat16)
+    bad = [r for r in results if not r.good]
+    assert [r.module for r in bad] == ["model.layers.1.mlp.experts"]
+    if change == "swap gate and up":
+        assert bad[0].differs[0] == "expert 5 gate_proj and up_proj are swapped"
+    else:
+        assert bad[0].differs[0].startswith("expert 5 up_proj ")
 
 
 def test_a_kernel_that_computes_wrongly_is_found_though_the_bytes_are_right(monkeypatch):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from int4moe_ipex.errors import CheckpointError, MissingTensorsError
 from int4moe_ipex.formats import act_order
 from int4moe_ipex.formats.base import LinearInfo
 from int4moe_ipex.models.families import FAMILIES
+from int4moe_ipex.packing.store import Store
 
 LAYER = re.compile(r"^(.*?\blayers\.(\d+))\.(.+)$")
 EXPERT = re.compile(r"\bexperts\.(\d+)\.")
@@ -152,3 +153,62 @@ def _is_permuted(checkpoint: Checkpoint, info: LinearInfo) -> bool:
         return False
     groups = -(-info.in_features // info.group_size)
     return act_order.from_g_idx(checkpoint.tensor(names[0]), info.group_size, groups, names[0]).perm is not None
+
+
+@dataclass(frozen=True)
+class StoredModule:
+    """One module of a store; name is relative to its layer, what is its kind and layout in words."""
+
+    layer: str
+    name: str
+    what: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class StoreSummary:
+    """A prepacked store, from its manifest and headers."""
+
+    path: str
+    source: str
+    dtype: str
+    nbytes: int
+    layouts: dict[str, int]
+    modules: list[StoredModule]
+    other_nbytes: int
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def summarize_store(path: str | Path) -> StoreSummary:
+    """What a store holds, by module.
+
+    Raises:
+        StoreError: it is damaged or of another version.
+    """
+    store = Store.open(path)
+    manifest = store.manifest
+
+    def nbytes(names: Iterable[str]) -> int:
+        return sum(store.files.headers[name].nbytes for name in names)
+
+    modules = []
+    for name, record in manifest["modules"].items():
+        linears = [part for parts in record.get("composed", {}).values() for part in parts.values()]
+        parts = [*record["packs"], *linears] if record["kind"] == "experts" else [record]
+        layouts = ", ".join(sorted({part.get("layout", "dense") for part in parts}))
+        what = f"{record['num_experts']} experts, {layouts}" if record["kind"] == "experts" else layouts
+        match = LAYER.match(name)
+        layer, inner = (match.group(1), match.group(3)) if match else ("other linears", name)
+        size = sum(nbytes(part["tensors"].values()) for part in parts)
+        modules.append(StoredModule(layer, inner, what, size))
+    return StoreSummary(
+        path=str(store.path),
+        source=str(store.source),
+        dtype=manifest["dtype"],
+        nbytes=sum(file["bytes"] for file in manifest["files"].values()),
+        layouts=manifest["layouts"],
+        modules=sorted(modules, key=lambda module: [int(n) for n in re.findall(r"\d+", module.layer)] or [1 << 30]),
+        other_nbytes=nbytes(manifest["tensors"]),
+    )
