@@ -17,6 +17,7 @@
 #include "core/linear.h"
 #include "core/pack.h"
 #include "core/threads.h"
+#include "core/unpack.h"
 
 namespace nb = nanobind;
 using namespace int4moe;
@@ -230,6 +231,12 @@ NB_MODULE(_native, m) {
           return measure_peak(threads, name.c_str());
         },
         nb::arg("threads"), nb::arg("name"), "operations/s on registers alone; 0: not on this CPU; names in limits.h");
+  m.def("canonical_codes",
+        [](int packing, uintptr_t words, int rows, int columns, uintptr_t perm, uintptr_t codes, int threads) {
+          nb::gil_scoped_release release;
+          canonical_codes(Packing(packing), address<const uint32_t>(words), rows, columns, address<const int32_t>(perm),
+                          address<uint8_t>(codes), threads);
+        });
   bind_elementwise(m);
   bind_dense(m);
   m.def("rows", [] {

@@ -71,9 +71,3 @@ def from_g_idx(g_idx: torch.Tensor, group_size: int, num_groups: int, name: str)
     identity = torch.equal(perm, torch.arange(in_features))
     same_groups = torch.equal(order, torch.arange(num_groups))
     return Grouping(None if identity else perm.to(torch.int32), size, None if same_groups else order)
-
-
-def permute_codes(codes: torch.Tensor, perm: torch.Tensor) -> torch.Tensor:
-    """Nibble pairs [N, K/2] in original order to nibble pairs in canonical order."""
-    low = codes[:, perm.long() >> 1] >> ((perm & 1) << 2).to(torch.uint8)
-    return (low[:, 0::2] & 15) | (low[:, 1::2] << 4)

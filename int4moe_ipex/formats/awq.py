@@ -17,13 +17,14 @@ import torch
 
 from int4moe_ipex.canonical import SCALE_DTYPES, CanonicalWeight
 from int4moe_ipex.checkpoint.files import Checkpoint
+from int4moe_ipex.formats import codes
 from int4moe_ipex.formats.base import LinearInfo
+from int4moe_ipex.formats.codes import row_major
 from int4moe_ipex.formats.common import (
     FLOAT_DTYPES,
     Parts,
     read_finite,
     resolve_group_size,
-    row_major,
     zeros_or_none,
 )
 
@@ -91,10 +92,8 @@ def read(checkpoint: Checkpoint, info: LinearInfo) -> CanonicalWeight:
     """
     scales = read_finite(checkpoint, info.tensors["scales"], ("group", "row"))
     zeros = unpack(checkpoint.tensor(info.tensors["qzeros"]))
-    columns = unpack(checkpoint.tensor(info.tensors["qweight"]))
-    pairs = columns[0::2] | (columns[1::2] << 4)
     return CanonicalWeight(
-        codes=row_major(pairs.t()),
+        codes=codes.from_awq(checkpoint.tensor(info.tensors["qweight"])),
         scales=row_major(scales.t()),
         zeros=zeros_or_none(zeros.t()),
         group_size=info.group_size,

@@ -11,6 +11,7 @@ from int4moe_ipex.canonical import SCALE_DTYPES, SYMMETRIC_ZERO
 from int4moe_ipex.checkpoint.files import Checkpoint, TensorHeader
 from int4moe_ipex.checkpoint.scheme import ModuleScheme
 from int4moe_ipex.errors import FormatError
+from int4moe_ipex.formats.codes import row_major
 
 FLOAT_DTYPES = (*SCALE_DTYPES, torch.float64)
 
@@ -86,17 +87,6 @@ def check_bits(parts: Parts, scheme: ModuleScheme, stored_bits: int) -> None:
         parts.warnings.append(
             f"{scheme.source} says {scheme.bits} bits, the tensors hold {stored_bits}; these are used"
         )
-
-
-def row_major(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor with a row-major's own strides. `contiguous()` keeps odd strides of dimensions of size 1, which can
-    neither be viewed as bytes nor be trusted by code that reads strides."""
-    strides = [1]
-    for size in reversed(tensor.shape[1:]):
-        strides.insert(0, strides[0] * size)
-    if tensor.stride() == tuple(strides[-tensor.dim() :]):
-        return tensor
-    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
 
 
 def unpack_words(words: torch.Tensor, bits: int) -> torch.Tensor:

@@ -20,8 +20,9 @@ from int4moe_ipex.canonical import SCALE_DTYPES, CanonicalWeight, DenseWeight, W
 from int4moe_ipex.checkpoint.files import Checkpoint
 from int4moe_ipex.checkpoint.scheme import ModuleScheme
 from int4moe_ipex.errors import FormatError
-from int4moe_ipex.formats import act_order
+from int4moe_ipex.formats import act_order, codes
 from int4moe_ipex.formats.base import LinearInfo
+from int4moe_ipex.formats.codes import row_major
 from int4moe_ipex.formats.common import (
     FLOAT_DTYPES,
     Parts,
@@ -30,7 +31,6 @@ from int4moe_ipex.formats.common import (
     groups_of,
     read_finite,
     resolve_group_size,
-    row_major,
     unpack_words,
     zeros_or_none,
 )
@@ -141,14 +141,11 @@ def read(checkpoint: Checkpoint, info: LinearInfo) -> Weight:
     zeros = _read_zeros(checkpoint, info, n, num_groups)
     grouping = _read_grouping(checkpoint, info, num_groups)
     if info.bits == 8:
-        codes = packed.view(torch.uint8)[:, :k]
+        raw = packed.view(torch.uint8)[:, :k]
         zeros = torch.full((n, num_groups), 128, dtype=torch.uint8) if zeros is None else zeros
-        return DenseWeight(dense_8bit(codes, zeros, scales, _column_groups(info, grouping)))
-    codes = row_major(packed.view(torch.uint8)[:, : k // 2])
-    if grouping.perm is not None:
-        codes = act_order.permute_codes(codes, grouping.perm)
+        return DenseWeight(dense_8bit(raw, zeros, scales, _column_groups(info, grouping)))
     return CanonicalWeight(
-        codes=codes,
+        codes=codes.from_rows(packed, k, grouping.perm),
         scales=row_major(grouping.take(scales)),
         zeros=None if zeros is None else zeros_or_none(grouping.take(zeros)),
         group_size=grouping.group_size,

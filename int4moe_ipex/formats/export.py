@@ -9,7 +9,7 @@ import torch
 
 from int4moe_ipex.canonical import CanonicalWeight, DenseWeight, Weight
 from int4moe_ipex.errors import FormatError
-from int4moe_ipex.formats.act_order import permute_codes
+from int4moe_ipex.formats.codes import permute_codes
 
 
 def to_compressed_tensors(weight: Weight, bias: torch.Tensor | None = None) -> dict[str, torch.Tensor]:

@@ -21,8 +21,9 @@ import torch
 from int4moe_ipex.canonical import SCALE_DTYPES, CanonicalWeight, DenseWeight, Weight
 from int4moe_ipex.checkpoint.files import Checkpoint
 from int4moe_ipex.errors import FormatError
-from int4moe_ipex.formats import act_order
+from int4moe_ipex.formats import act_order, codes
 from int4moe_ipex.formats.base import LinearInfo
+from int4moe_ipex.formats.codes import row_major
 from int4moe_ipex.formats.common import (
     FLOAT_DTYPES,
     Parts,
@@ -31,7 +32,6 @@ from int4moe_ipex.formats.common import (
     groups_of,
     read_finite,
     resolve_group_size,
-    row_major,
     unpack_words,
     zeros_or_none,
 )
@@ -117,15 +117,11 @@ def read(checkpoint: Checkpoint, info: LinearInfo) -> Weight:
     if "g_idx" in info.tensors:
         name = info.tensors["g_idx"]
         grouping = act_order.from_g_idx(checkpoint.tensor(name), info.group_size, scales.shape[0], name)
-    # Bytes of a little-endian word are already nibble pairs in column order, so a transpose of words is all.
-    codes = row_major(qweight.t()).view(torch.uint8)
     if info.bits == 8:
         columns = _column_groups(checkpoint, info)
-        return DenseWeight(dense_8bit(codes, zeros.t(), scales.t(), columns))
-    if grouping.perm is not None:
-        codes = act_order.permute_codes(codes, grouping.perm)
+        return DenseWeight(dense_8bit(codes.from_columns(qweight), zeros.t(), scales.t(), columns))
     return CanonicalWeight(
-        codes=codes,
+        codes=codes.from_columns(qweight, grouping.perm),
         scales=row_major(grouping.take(scales.t())),
         zeros=zeros_or_none(grouping.take(zeros.t())),
         group_size=grouping.group_size,
