@@ -1,6 +1,7 @@
 """Checkpoint tensors to exact weights. All quirks of all formats die in this folder; see README.md.
 
-`describe` reads headers only and says what every linear of a checkpoint is; `read_linear` reads one of them.
+`survey` reads headers only and says what every linear of a checkpoint is and what is wrong with it; `describe` raises
+if anything is; `read_linear` reads one of them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from int4moe_ipex.formats.base import LinearInfo
 from int4moe_ipex.formats.common import FLOAT_DTYPES, Parts, read_finite
 from int4moe_ipex.formats.export import compressed_tensors_config, to_compressed_tensors
 
-__all__ = ["LinearInfo", "compressed_tensors_config", "describe", "read_linear", "to_compressed_tensors"]
+__all__ = ["LinearInfo", "compressed_tensors_config", "describe", "read_linear", "survey", "to_compressed_tensors"]
 
 log = logging.getLogger(__name__)
 
@@ -35,14 +36,27 @@ PROJECTION = re.compile(r"(_proj|^w[123])$")
 
 
 def describe(checkpoint: Checkpoint) -> dict[str, LinearInfo]:
-    """What every linear of the checkpoint is, by name, from headers and labels alone.
-
-    The stored tensors decide what a module is. Every module with a 2-D float `.weight` is listed as dense, embeddings
-    and heads included; norms, fused 3-D experts and loose parameters are left out.
+    """What every linear of the checkpoint is, by name, from headers and labels alone; see `survey`.
 
     Raises:
         MissingTensorsError: lists every tensor that is missing, unknown, of the wrong shape or dtype, or contradicts
             its label.
+        UnsupportedFormatError, FormatError: as `survey` does.
+    """
+    infos, problems = survey(checkpoint)
+    if problems:
+        raise MissingTensorsError(str(checkpoint.path), [line for found in problems.values() for line in found])
+    return infos
+
+
+def survey(checkpoint: Checkpoint) -> tuple[dict[str, LinearInfo], dict[str, list[str]]]:
+    """The sound linears of the checkpoint by name, and the problems of the others by name, from headers alone.
+
+    The stored tensors decide what a module is. Every module with a 2-D float `.weight` is listed as dense, embeddings
+    and heads included; norms, fused 3-D experts and loose parameters are left out. A problem is a tensor that is
+    missing, unknown, of the wrong shape or dtype, or contradicts its label. Warnings are logged if there is none.
+
+    Raises:
         UnsupportedFormatError: the format is known and out of scope.
         FormatError: quantized tensors without a quantization config, or a config that no tool writes.
     """
@@ -52,19 +66,20 @@ def describe(checkpoint: Checkpoint) -> dict[str, LinearInfo]:
         modules.setdefault(prefix, {})[suffix] = header
     scheme = None if checkpoint.quantization is None else parse(checkpoint.quantization)
     infos: dict[str, LinearInfo] = {}
-    problems: list[str] = []
+    problems: dict[str, list[str]] = {}
     for name, headers in modules.items():
         info, found = _describe_module(checkpoint, scheme, name, headers)
-        problems += found
-        if info is not None:
+        if found:
+            problems[name] = found
+        elif info is not None:
             infos[name] = info
     if problems:
-        raise MissingTensorsError(str(checkpoint.path), problems)
+        return infos, problems
     for text in (*checkpoint.warnings, *(scheme.warnings if scheme else ())):
         log.warning("%s: %s", checkpoint.path, text)
     for text, count in Counter(text for info in infos.values() for text in info.warnings).items():
         log.warning("%s: %s (%d modules)", checkpoint.path, text, count)
-    return infos
+    return infos, problems
 
 
 def _describe_module(

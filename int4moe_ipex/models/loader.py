@@ -137,9 +137,9 @@ def prepare(path: str | Path, settings: Config, attn_implementation: str | None 
     checkpoint = Checkpoint.open(path)
     family = family_of(checkpoint.config)
     activation = activation_of(checkpoint.config)
-    infos = formats.describe(checkpoint)
+    infos, problems = formats.survey(checkpoint)
     model = meta_model(hf_config_of(checkpoint.path), getattr(torch, settings.dtype), attn_implementation)
-    plan = build_plan(model, family, checkpoint, infos)
+    plan = build_plan(model, family, checkpoint, infos, problems)
     warnings = [*checkpoint.warnings, *sorted({w for info in infos.values() for w in info.warnings})]
     return Prepared(checkpoint, model, plan, activation, warnings)
 

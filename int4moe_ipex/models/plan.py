@@ -49,13 +49,24 @@ def is_experts(module: nn.Module) -> bool:
     return all(isinstance(p, nn.Parameter) and p.dim() == 3 for p in (gate_up, down))
 
 
-def build_plan(model: nn.Module, family: Family, checkpoint: Checkpoint, infos: Mapping[str, LinearInfo]) -> LoadPlan:
+def build_plan(
+    model: nn.Module,
+    family: Family,
+    checkpoint: Checkpoint,
+    infos: Mapping[str, LinearInfo],
+    faulty: Mapping[str, list[str]] | None = None,
+) -> LoadPlan:
     """Matches a model on the meta device with a checkpoint's headers.
+
+    Args:
+        infos, faulty: what `formats.survey` found: sound linears, and problems by module.
 
     Raises:
         MissingTensorsError: lists every tensor that is missing, unknown or of another shape.
     """
-    planner = _Planner(family, checkpoint, infos)
+    layers = model.config.num_hidden_layers
+    faulty = {name: found for name, found in (faulty or {}).items() if not family.is_ignored(f"{name}.", layers)}
+    planner = _Planner(family, checkpoint, infos, faulty)
     owned: set[str] = set()
     for name, module in model.named_modules():
         if is_experts(module):
@@ -66,7 +77,7 @@ def build_plan(model: nn.Module, family: Family, checkpoint: Checkpoint, infos: 
     for name, tensor in _own_tensors(model):
         if name.rpartition(".")[0] not in owned:
             planner.add_tensor(name, tensor, model.config)
-    planner.find_unknown(model.config.num_hidden_layers)
+    planner.find_unknown(layers)
     if planner.problems:
         raise MissingTensorsError(str(checkpoint.path), planner.problems)
     return planner.plan
@@ -81,10 +92,16 @@ def _own_tensors(model: nn.Module):
 
 
 class _Planner:
-    def __init__(self, family: Family, checkpoint: Checkpoint, infos: Mapping[str, LinearInfo]):
-        self.family, self.checkpoint, self.infos = family, checkpoint, infos
+    def __init__(
+        self,
+        family: Family,
+        checkpoint: Checkpoint,
+        infos: Mapping[str, LinearInfo],
+        faulty: Mapping[str, list[str]],
+    ):
+        self.family, self.checkpoint, self.infos, self.faulty = family, checkpoint, infos, faulty
         self.plan = LoadPlan()
-        self.problems: list[str] = []
+        self.problems: list[str] = [line for found in faulty.values() for line in found]
         self.used: set[str] = set()
 
     def use(self, info: LinearInfo) -> None:
@@ -100,7 +117,8 @@ class _Planner:
             trio = [self.infos.get(prefix) for prefix in prefixes]
             for prefix, info, shape in zip(prefixes, trio, shapes):
                 if info is None:
-                    self.problems.append(f"{prefix}: missing, no tensor of this expert's projection is there")
+                    if prefix not in self.faulty:
+                        self.problems.append(f"{prefix}: missing, no tensor of this expert's projection is there")
                     continue
                 self.use(info)
                 self._check_shape(info, shape)
@@ -114,7 +132,8 @@ class _Planner:
 
         def count(option: tuple[str, tuple[str, str, str]]) -> int:
             base, names = option
-            return sum(f"{base}.{e}.{names[i]}" in self.infos for e in range(num_experts) for i in range(3))
+            known = (f"{base}.{e}.{names[i]}" for e in range(num_experts) for i in range(3))
+            return sum(name in self.infos or name in self.faulty for name in known)
 
         base, names = max(options, key=count)
         return lambda expert, index: f"{base}.{expert}.{names[index]}"
@@ -145,6 +164,8 @@ class _Planner:
     def add_tensor(self, name: str, tensor: torch.Tensor, config) -> None:
         stored = next((n for n in self.family.checkpoint_names(name) if n in self.checkpoint.headers), None)
         module, _, kind = name.rpartition(".")
+        if any(n in self.faulty for n in self.family.checkpoint_names(module)):
+            return
         if name == "lm_head.weight" and getattr(config, "tie_word_embeddings", False):
             self.plan.tied.append(name)
             if stored is not None:
@@ -172,5 +193,7 @@ class _Planner:
     def find_unknown(self, num_hidden_layers: int) -> None:
         for name in self.checkpoint.headers:
             if name in self.used or self.family.is_ignored(name, num_hidden_layers):
+                continue
+            if name.rpartition(".")[0] in self.faulty:
                 continue
             self.problems.append(f"{name}: unknown, nothing in a {self.family.model_type} model takes it")

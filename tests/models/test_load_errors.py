@@ -35,14 +35,25 @@ def change(folder, edit):
 EXPERT = "model.layers.1.mlp.experts.3"
 
 
-def test_missing_tensors_are_all_named(checkpoint, nothing_is_read):
-    gone = [f"{EXPERT}.up_proj.weight_scale", f"{EXPERT}.down_proj.weight_packed", "model.norm.weight"]
-    gone += [f"model.layers.0.mlp.experts.0.gate_proj.{s}" for s in ("weight_packed", "weight_scale", "weight_shape")]
-    change(checkpoint, lambda t: [t.pop(name) for name in gone])
+def test_every_kind_of_problem_is_named_at_once(checkpoint, nothing_is_read):
+    tensors_gone = [f"{EXPERT}.up_proj.weight_scale", f"{EXPERT}.down_proj.weight_packed"]
+    modules_gone = ["model.layers.0.mlp.experts.0.gate_proj", "model.layers.1.self_attn.k_proj"]
+    misshaped = "model.layers.0.mlp.experts.1.up_proj.weight_scale"
+
+    def edit(tensors):
+        for name in list(tensors):
+            if name in (*tensors_gone, "model.norm.weight") or name.startswith(tuple(modules_gone)):
+                del tensors[name]
+        tensors[misshaped] = tensors[misshaped][:, :1].clone()
+        tensors["model.layers.1.mlp.experts.9.up_proj.weight"] = torch.zeros(32, 64)
+
+    change(checkpoint, edit)
     with pytest.raises(MissingTensorsError) as error:
         int4moe_ipex.load(checkpoint)
-    for name in gone[:2]:
-        assert name in str(error.value)
+    expected = [*tensors_gone, *modules_gone, misshaped, "model.norm.weight"]
+    expected.append("model.layers.1.mlp.experts.9.up_proj.weight")
+    named = [line.partition(":")[0].removesuffix(".weight") for line in error.value.problems]
+    assert sorted(named) == sorted(name.removesuffix(".weight") for name in expected)
 
 
 def test_missing_modules_are_all_named(checkpoint, nothing_is_read):
