@@ -3,7 +3,8 @@
     python benchmarks/peers/run.py --dir DIR --shape qwen3-30b-a3b --tokens 1,16,64 --systems own-w4a16,ggml-q4_0
 
 DIR is where install.py put the systems. Each keeps its process alive with its weights in memory; in each round each
-system runs one batch, and ratios are taken within rounds. Batches that other processes disturbed are run again.
+system runs one batch, and ratios are taken within rounds. Batches that other processes disturbed are run again. A name
+may say how its layer differs from the others': own-w4a16:g32, own-w4a8:asym, own-w4a16:g32:act-order.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -25,8 +26,9 @@ import protocol  # noqa: E402
 import torch  # noqa: E402
 
 from int4moe_ipex.bench import limits  # noqa: E402
-from int4moe_ipex.bench.report import plot_rates, wide_console  # noqa: E402
-from int4moe_ipex.bench.shapes import layer_shape  # noqa: E402
+from int4moe_ipex.bench.layer import LayerCase  # noqa: E402
+from int4moe_ipex.bench.report import wide_console  # noqa: E402
+from int4moe_ipex.bench.shapes import LayerShape, layer_shape  # noqa: E402
 from int4moe_ipex.cpu import detect  # noqa: E402
 from int4moe_ipex.errors import BackendError, Int4MoeError  # noqa: E402
 
@@ -56,11 +58,28 @@ class SystemFailedError(Exception):
     """A system refused the layer or ended; the message says why."""
 
 
+def variant(name: str, layer: protocol.Layer) -> protocol.Layer:
+    """The layer with the changes that a system's name asks for.
+
+    Raises:
+        ValueError: a change that is not known.
+    """
+    for change in name.split(":")[1:]:
+        if change in ("asym", "act-order"):
+            layer = replace(layer, **{change.replace("-", "_"): True})
+        elif change[:1] == "g" and change[1:].isdigit():
+            layer = replace(layer, group_size=int(change[1:]))
+        else:
+            raise ValueError(f"{name}: {change!r} is not asym, act-order or g<columns per group>")
+    return layer
+
+
 class System:
     """One live process."""
 
     def __init__(self, name: str, directory: Path, layer: protocol.Layer, isa: str):
-        environment, command = SYSTEMS[name]
+        environment, command = SYSTEMS[name.split(":")[0]]
+        layer = variant(name, layer)
         program, *options = [part.format(isa="avx2" if isa == "avx2" else "native") for part in command]
         if program.endswith(".py"):
             python = sys.executable if environment == OURS else str(directory / environment / "bin" / "python")
@@ -69,6 +88,7 @@ class System:
             start = [str(directory / environment / program)]
         env = os.environ | {"OMP_NUM_THREADS": str(layer.threads)} | (AVX2_ENVIRONMENT if isa == "avx2" else {})
         self.name = name
+        self.layer = layer
         self.own = name.startswith("own-")
         try:
             self.process = subprocess.Popen(
@@ -133,7 +153,13 @@ def measure(systems: list[System], tokens: int, args: argparse.Namespace, read) 
     return results, statistics.median(reads)
 
 
-def rows_of(systems, tokens: int, results: dict[str, Result], read: float, peaks, layer, stored: float) -> list[dict]:
+def stored_bytes(layer: protocol.Layer) -> int:
+    """Codes, scales and zeros of one expert."""
+    shape = LayerShape("peer", layer.hidden, layer.intermediate, layer.experts, layer.top_k)
+    return LayerCase(shape, layer.group_size, layer.asym, layer.act_order).stored_bytes_per_expert()
+
+
+def rows_of(systems, tokens: int, results: dict[str, Result], read: float, peaks, layer) -> list[dict]:
     """One row per system; speedup is against the peer that was fastest at this number of tokens."""
     peers = [s.name for s in systems if not s.own] or [systems[0].name]
     fastest = min(peers, key=lambda name: statistics.median(results[name].seconds))
@@ -158,7 +184,7 @@ def rows_of(systems, tokens: int, results: dict[str, Result], read: float, peaks
                 "p90": protocol.timing.quantile(result.seconds, 0.9),
                 "int4_rate": hit * weights / 2 / seconds,
                 "flop_rate": flops,
-                "read_share": hit * stored / seconds / read if read and system.own else None,
+                "read_share": hit * stored_bytes(system.layer) / seconds / read if read and system.own else None,
                 "peak_share": flops / peak if peak else None,
                 "speedup": statistics.median(ratios),
                 "speedup_min": min(ratios),
@@ -212,14 +238,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=0.4, help="of one batch")
     parser.add_argument("--patience", type=float, default=20, help="seconds for repeating disturbed batches")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--json", type=Path, help="write the report; plot.py draws it")
     args = parser.parse_args()
     names = args.systems.split(",")
-    unknown = [name for name in names if name not in SYSTEMS]
+    unknown = [name for name in names if name.split(":")[0] not in SYSTEMS]
     if unknown:
         sys.exit(f"unknown systems {', '.join(unknown)}; known: {', '.join(SYSTEMS)}")
-    if args.dir is None and any(SYSTEMS[name][0] != OURS for name in names):
+    if args.dir is None and any(SYSTEMS[name.split(":")[0]][0] != OURS for name in names):
         sys.exit("--dir (or INT4MOE_PEERS_DIR) says where install.py put the systems")
     try:
         shape = layer_shape(args.shape)
@@ -240,7 +265,7 @@ def main() -> None:
     for name in names:
         try:
             systems.append(System(name, args.dir, layer, args.isa))
-        except SystemFailedError as error:
+        except (SystemFailedError, ValueError) as error:
             print(error, file=sys.stderr)
     isa = "avx2" if args.isa == "avx2" else detect().best_isa
     try:
@@ -250,14 +275,11 @@ def main() -> None:
     except BackendError as error:
         peaks, read = None, lambda: 0.0
         print(f"ceilings are not measured: {error}", file=sys.stderr)
-    from int4moe_ipex.bench.layer import LayerCase
-
-    stored = LayerCase(shape, args.group_size, args.asym, args.act_order).stored_bytes_per_expert()
     rows, reads = [], {}
     try:
         for tokens in map(int, args.tokens.split(",")):
             results, reads[tokens] = measure(systems, tokens, args, read)
-            some = rows_of(systems, tokens, results, reads[tokens], peaks, layer, stored)
+            some = rows_of(systems, tokens, results, reads[tokens], peaks, layer)
             print(f"{tokens} tokens, read bandwidth {reads[tokens] / 1e9:.1f} GB/s")
             show(some)
             rows += some
@@ -273,12 +295,6 @@ def main() -> None:
     }
     if args.json:
         args.json.write_text(json.dumps(report, indent=1))
-    if args.plot:
-        rates: dict[str, dict[int, float]] = {}
-        for row in rows:
-            rates.setdefault(row["name"], {})[row["tokens"]] = row["tokens"] / row["seconds"]
-        title = f"{args.shape}, int4 g {args.group_size}, {args.threads} threads, {isa}"
-        plot_rates(rates, title, args.plot)
 
 
 if __name__ == "__main__":
