@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -24,7 +23,7 @@ LLAMA_VERSION = "11434.0.0"  # llama.cpp's build number
 GGUF = ("gguf==0.19.0", "numpy")
 OPENVINO = ("openvino==2026.4.1",)
 KT = ("kt-kernel==0.7.2",)
-KT_NEEDS = ("torch==2.13.0", *GGUF, "packaging")
+KT_NEEDS = ("torch==2.13.0", *GGUF, "packaging", "safetensors")
 # A build for AVX2 alone, whatever the machine has, and one for all that it has.
 ISAS = {
     "avx2": [
@@ -69,7 +68,7 @@ def llama_source(directory: Path) -> Path:
 
 
 def install_ggml(directory: Path, source: Path | None, jobs: int) -> None:
-    """ggml for AVX2 and for this machine; ggml_layer on each; llama-bench for AVX2 and for this machine."""
+    """llama.cpp for AVX2 and for this machine; ggml_layer and llama_model on each."""
     source = source or llama_source(directory)
     pip_install(environment(directory / "gguf"), *GGUF)
     target = directory / "ggml"
@@ -84,14 +83,14 @@ def install_ggml(directory: Path, source: Path | None, jobs: int) -> None:
             *("-DLLAMA_BUILD_SERVER=OFF", "-DLLAMA_CURL=OFF", "-DLLAMA_OPENSSL=OFF", *flags),
             env=env,
         )
-        run("cmake", "--build", build, "--parallel", jobs, "--target", "ggml", env=env)
-        include, library = source / "ggml" / "include", build / "ggml" / "src"
-        archives = [library / f"lib{name}.a" for name in ("ggml", "ggml-cpu", "ggml-base")]
-        layer = target / f"ggml_layer_{isa}"
-        program = ("g++", "-O2", "-std=c++17", "-fopenmp", f"-I{include}", HERE / "ggml_layer.cpp")
-        run(*program, *archives, "-lpthread", "-ldl", "-o", layer, env=env)
-        run("cmake", "--build", build, "--parallel", jobs, "--target", "llama-bench", env=env)
-        shutil.copy2(build / "bin" / "llama-bench", target / f"llama-bench_{isa}")
+        run("cmake", "--build", build, "--parallel", jobs, "--target", "llama", env=env)
+        libraries = [build / "src" / "libllama.a"]
+        libraries += [build / "ggml" / "src" / f"lib{name}.a" for name in ("ggml", "ggml-cpu", "ggml-base")]
+        compiler = ("g++", "-O2", "-std=c++17", "-fopenmp")
+        include = (f"-I{source / 'ggml' / 'include'}", f"-I{source / 'include'}")
+        for program in ("ggml_layer", "llama_model"):
+            output = target / f"{program}_{isa}"
+            run(*compiler, *include, HERE / f"{program}.cpp", *libraries, "-lpthread", "-ldl", "-o", output, env=env)
 
 
 def install_openvino(directory: Path) -> None:

@@ -66,13 +66,13 @@ def write_models(directory: Path, shape: str, layers: int, head: str) -> tuple[P
     return checkpoint, file
 
 
-class Own:
-    """This package in a live process."""
+class Live:
+    """A process that holds a model in memory and answers one JSON object a line."""
 
-    def __init__(self, checkpoint: Path, compute: str, threads: int, env: dict):
-        command = [sys.executable, HERE / "own_model.py", checkpoint, f"--threads={threads}", f"--compute={compute}"]
+    def __init__(self, *command: object, env: dict):
+        self.command = list(map(str, command))
         self.process = subprocess.Popen(
-            list(map(str, command)), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1, env=env
+            self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1, env=env
         )
         self.about = self._answer()
 
@@ -80,22 +80,19 @@ class Own:
         for line in self.process.stdout:
             if line.startswith("{"):
                 return json.loads(line)
-        sys.exit(f"own_model.py ended with status {self.process.wait()}")
+        sys.exit(f"{' '.join(self.command)} ended with status {self.process.wait()}")
 
     def ask(self, what: str, tokens: int) -> dict:
         self.process.stdin.write(json.dumps({what: tokens}) + "\n")
         return self._answer()
 
+    def rate(self, what: str, tokens: int) -> float:
+        """Tokens per second."""
+        return tokens / self.ask(what, tokens)["seconds"]
+
     def close(self) -> None:
         self.process.stdin.close()
         self.process.wait()
-
-
-def llama(program: Path, file: Path, prompt: int, new: int, threads: int, env: dict) -> dict[str, float]:
-    """Tokens per second of one prefill and one decode by llama-bench, which warms up first."""
-    options = ["-p", prompt, "-n", new, "-r", 1, "-t", threads, "-o", "json"]
-    rows = json.loads(checked(program, "-m", file, *options, env=env, stderr=subprocess.DEVNULL))
-    return {"prefill" if row["n_prompt"] else "decode": row["avg_ts"] for row in rows}
 
 
 def main() -> None:
@@ -120,30 +117,32 @@ def main() -> None:
         return
     isa = "avx2" if args.isa == "avx2" else "native"
     env = os.environ | {"OMP_NUM_THREADS": str(args.threads)} | (AVX2_ENVIRONMENT if isa == "avx2" else {})
-    program = directory / "ggml" / f"llama-bench_{isa}"
     report = {"layers": args.layers, "head": args.head, "isa": isa, "threads": args.threads, "rows": []}
+    llama = Live(directory / "ggml" / f"llama_model_{isa}", file, args.threads, env=env)
     for compute in args.compute.split(","):
-        own = Own(checkpoint, compute, args.threads, env)
-        own.ask("prefill", 16)  # first touch
-        ours: dict[str, list[float]] = {"prefill": [], "decode": []}
-        theirs: dict[str, list[float]] = {"prefill": [], "decode": []}
+        options = (f"--threads={args.threads}", f"--compute={compute}")
+        own = Live(sys.executable, HERE / "own_model.py", checkpoint, *options, env=env)
+        sides = {"ours": own, "llama": llama}
+        rates: dict[str, dict[str, list[float]]] = {side: {"prefill": [], "decode": []} for side in sides}
+        for live in sides.values():  # first touch of every page
+            live.ask("prefill", args.prompt_tokens)
         for _ in range(args.rounds):
-            ours["prefill"].append(args.prompt_tokens / own.ask("prefill", args.prompt_tokens)["seconds"])
-            ours["decode"].append(args.new_tokens / own.ask("decode", args.new_tokens)["seconds"])
-            for what, rate in llama(program, file, args.prompt_tokens, args.new_tokens, args.threads, env).items():
-                theirs[what].append(rate)
+            for what, tokens in (("prefill", args.prompt_tokens), ("decode", args.new_tokens)):
+                for side, live in sides.items():
+                    rates[side][what].append(live.rate(what, tokens))
         parts = own.ask("parts", args.prompt_tokens)
         own.close()
         print(f"{compute} ({', '.join(own.about['paths'])}), {args.layers} layers, head {args.head}, {isa}")
         for what in ("decode", "prefill"):
-            a, b = statistics.median(ours[what]), statistics.median(theirs[what])
-            ratio = statistics.median(x / y for x, y in zip(ours[what], theirs[what]))
+            ours, theirs = (rates[side][what] for side in sides)
+            a, b = statistics.median(ours), statistics.median(theirs)
+            ratio = statistics.median(x / y for x, y in zip(ours, theirs))
             share = 1 - parts[what].get("experts", 0.0) / sum(parts[what].values())
             print(f"  {what:8} {a:7.1f} tok/s, llama.cpp {b:7.1f}: {ratio:.2f}x; outside the experts {share:.0%}")
             shown = sorted(parts[what].items(), key=lambda item: -item[1])
             print("           " + ", ".join(f"{part} {value * 1e3:.2f} ms" for part, value in shown))
-        row = {"compute": compute, "ours": ours, "llama": theirs, "parts": parts, **own.about}
-        report["rows"].append(row)
+        report["rows"].append({"compute": compute, "rates": rates, "parts": parts, **own.about})
+    llama.close()
     if args.json:
         args.json.write_text(json.dumps(report, indent=1))
 

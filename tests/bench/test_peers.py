@@ -35,7 +35,7 @@ def test_the_layer_runs_on_ours_and_torch_in_turn_and_is_drawn(tmp_path):
     ]
     for row in rows:
         assert row["seconds"] > 0 and row["rounds"] == 2 and row["against"] == "torch"
-        assert 0 < row["error"] < (1.5e-2 if "w4a8" in row["system"] else 5e-3)
+        assert 0 < row["error"] < (2e-2 if "w4a8" in row["system"] else 5e-3)
     assert rows[3]["speedup"] == 1 and rows[1]["speedup"] == pytest.approx(
         (rows[1]["speedup_min"] + rows[1]["speedup_max"]) / 2
     )
