@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -124,6 +125,23 @@ class System:
             self.process.wait(timeout=20)
         except subprocess.TimeoutExpired:
             self.process.kill()
+
+
+def start_all(names: list[str], directory: Path, layer: protocol.Layer, isa: str) -> list[System]:
+    """The systems that can run the layer; why the others cannot goes to stderr."""
+
+    def start(name: str) -> System | Exception:
+        try:
+            return System(name, directory, layer, isa)
+        except (SystemFailedError, ValueError) as error:
+            return error
+
+    with ThreadPoolExecutor(len(names)) as pool:
+        started = list(pool.map(start, names))
+    for one in started:
+        if isinstance(one, Exception):
+            print(one, file=sys.stderr)
+    return [one for one in started if isinstance(one, System)]
 
 
 @dataclass
@@ -261,12 +279,7 @@ def main() -> None:
         args.threads,
     )
     torch.set_num_threads(args.threads)
-    systems = []
-    for name in names:
-        try:
-            systems.append(System(name, args.dir, layer, args.isa))
-        except (SystemFailedError, ValueError) as error:
-            print(error, file=sys.stderr)
+    systems = start_all(names, args.dir, layer, args.isa)
     isa = "avx2" if args.isa == "avx2" else detect().best_isa
     try:
         peaks = limits.measure_limits(args.threads, isa)
