@@ -289,16 +289,6 @@ def main() -> None:
         peaks, read = None, lambda: 0.0
         print(f"ceilings are not measured: {error}", file=sys.stderr)
     rows, reads = [], {}
-    try:
-        for tokens in map(int, args.tokens.split(",")):
-            results, reads[tokens] = measure(systems, tokens, args, read)
-            some = rows_of(systems, tokens, results, reads[tokens], peaks, layer)
-            print(f"{tokens} tokens, read bandwidth {reads[tokens] / 1e9:.1f} GB/s")
-            show(some)
-            rows += some
-    finally:
-        for system in systems:
-            system.close()
     report = {
         "layer": {"shape": args.shape, **layer.__dict__},
         "machine": {"cpu": detect().model_name, "isa": isa, "threads": args.threads},
@@ -306,8 +296,18 @@ def main() -> None:
         "peaks": None if peaks is None else {"fma": peaks.fma, "int8": peaks.int8},
         "rows": rows,
     }
-    if args.json:
-        args.json.write_text(json.dumps(report, indent=1))
+    try:
+        for tokens in map(int, args.tokens.split(",")):
+            results, reads[tokens] = measure(systems, tokens, args, read)
+            some = rows_of(systems, tokens, results, reads[tokens], peaks, layer)
+            print(f"{tokens} tokens, read bandwidth {reads[tokens] / 1e9:.1f} GB/s")
+            show(some)
+            rows += some
+            if args.json:
+                args.json.write_text(json.dumps(report, indent=1))
+    finally:
+        for system in systems:
+            system.close()
 
 
 if __name__ == "__main__":
