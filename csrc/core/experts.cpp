@@ -22,6 +22,12 @@ constexpr size_t kPassBytes = size_t(256) << 20;
 
 int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
+// Fetches the scales of blocks that the next call reads: streams too short for the hardware to fetch ahead.
+void fetch_scales(const Matrix& m, int block, int blocks) {
+  const uint8_t* end = m.block_scales(block + blocks);
+  for (const uint8_t* at = m.block_scales(block); at < end; at += 64) __builtin_prefetch(at, 0, 2);
+}
+
 struct Item {
   int expert;       // number of the expert
   int chunk;        // which (expert, token chunk), for counting it down
@@ -161,15 +167,17 @@ class Pass {
     float* up_out = mine;
     float* gate_out = mine + size_t(item.count) * columns;
     const Matrix up = l.matrix(a_.blob, item.expert, kUp);
-    const uint8_t* next = nullptr;
-    if (after) next = l.matrix(a_.blob, after->expert, gated_ ? kGate : kUp).block_codes(after->block);
+    const Matrix then = after ? l.matrix(a_.blob, after->expert, gated_ ? kGate : kUp) : up;
     if (gated_) {
       const Matrix gate = l.matrix(a_.blob, item.expert, kGate);
       const Rows rows = two_inputs_ ? input_rows(item, x_gate_, gate_row_) : input_rows(item, x_up_, up_row_);
+      fetch_scales(up, item.block, item.blocks);
       k_.multiply(gate, item.block, item.blocks, rows, gate_out, size_t(columns), up.block_codes(item.block));
       add_bias(l.bias(a_.blob, item.expert, kGate), item, gate_out);
     }
-    k_.multiply(up, item.block, item.blocks, input_rows(item, x_up_, up_row_), up_out, size_t(columns), next);
+    if (after) fetch_scales(then, after->block, after->blocks);
+    k_.multiply(up, item.block, item.blocks, input_rows(item, x_up_, up_row_), up_out, size_t(columns),
+                after ? then.block_codes(after->block) : nullptr);
     add_bias(l.bias(a_.blob, item.expert, kUp), item, up_out);
     for (int i = 0; i < item.count; ++i) {
       const size_t at = size_t(i) * columns;
@@ -217,7 +225,9 @@ class Pass {
       if (bias) bias += block * kBlockRows;
       const uint8_t* next = nullptr;
       if (n + 1 < work_.active.size()) {
-        next = l.matrix(a_.blob, work_.active[n + 1], kDown).block_codes(block);
+        const Matrix then = l.matrix(a_.blob, work_.active[n + 1], kDown);
+        fetch_scales(then, block, blocks);
+        next = then.block_codes(block);
       } else if (after < down_items_) {
         next = l.matrix(a_.blob, work_.active[0], kDown).block_codes(after * down_blocks_);
       }

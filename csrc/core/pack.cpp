@@ -59,6 +59,36 @@ void pack_block_codes(const Dims& d, int block, const uint8_t* codes, const int3
   }
 }
 
+// The canonical row that packed row r of a block comes from; -1 for padding.
+int64_t source_row(const Dims& d, int block, int r, const int32_t* row_perm) {
+  const int row = block * kBlockRows + r;
+  return row >= d.rows ? -1 : row_perm ? row_perm[row] : row;
+}
+
+template <class T>
+void pack_block_scales(const Dims& d, int block, const uint8_t* scales, const int32_t* row_perm, uint8_t* out) {
+  const size_t groups = size_t(d.groups());
+  for (int r = 0; r < kBlockRows; ++r) {
+    const int64_t row = source_row(d, block, r, row_perm);
+    const uint8_t* src = scales + size_t(row < 0 ? 0 : row) * groups * sizeof(T);
+    uint8_t* dst = out + size_t(r) * sizeof(T);
+    for (size_t g = 0; g < groups; ++g, src += sizeof(T), dst += kBlockRows * sizeof(T)) {
+      T bits = 0;
+      if (row >= 0) std::memcpy(&bits, src, sizeof(T));
+      std::memcpy(dst, &bits, sizeof(T));
+    }
+  }
+}
+
+void pack_block_zeros(const Dims& d, int block, const uint8_t* zeros, const int32_t* row_perm, uint8_t* out) {
+  const size_t groups = size_t(d.groups()), step = kBlockRows / 2;
+  for (int r = 0; r < kBlockRows; r += 2) {
+    const int64_t even = source_row(d, block, r, row_perm), odd = source_row(d, block, r + 1, row_perm);
+    const auto zero = [&](int64_t row, size_t g) { return row < 0 ? 0 : zeros ? zeros[size_t(row) * groups + g] : 8; };
+    for (size_t g = 0; g < groups; ++g) out[g * step + size_t(r / 2)] = uint8_t(zero(even, g) | zero(odd, g) << 4);
+  }
+}
+
 void unpack_block_codes(const Dims& d, int block, const uint8_t* in, const int32_t* row_perm, uint8_t* codes) {
   const int lines = d.lines();
   const size_t row_bytes = size_t(d.columns) / 2;
@@ -87,21 +117,13 @@ void pack(const Layout& layout, uint8_t* blob, int expert, Projection p, const C
     for (int b = mine.from; b < mine.to; ++b) {
       pack_block_codes(d, b, from.codes, row_perm, base + o.codes + size_t(b) * d.lines() * kLineBytes);
       uint8_t* scales = base + o.scales + size_t(b) * groups * kBlockRows * element;
-      uint8_t* zeros = d.zeros ? base + o.zeros + size_t(b) * groups * (kBlockRows / 2) : nullptr;
-      if (zeros) std::memset(zeros, 0, size_t(groups) * (kBlockRows / 2));
-      for (int r = 0; r < kBlockRows; ++r) {
-        const int row = b * kBlockRows + r;
-        const bool padding = row >= d.rows;
-        const size_t src = padding ? 0 : size_t(row_perm ? row_perm[row] : row) * groups;
-        for (int g = 0; g < groups; ++g) {
-          uint8_t* scale = scales + (size_t(g) * kBlockRows + r) * element;
-          if (padding) {
-            std::memset(scale, 0, element);
-          } else {
-            std::memcpy(scale, from.scales + (src + g) * element, element);
-            if (zeros) zeros[g * (kBlockRows / 2) + r / 2] |= uint8_t((from.zeros ? from.zeros[src + g] : 8) << (r % 2 * 4));
-          }
-        }
+      if (element == 2) {
+        pack_block_scales<uint16_t>(d, b, from.scales, row_perm, scales);
+      } else {
+        pack_block_scales<uint32_t>(d, b, from.scales, row_perm, scales);
+      }
+      if (d.zeros) {
+        pack_block_zeros(d, b, from.zeros, row_perm, base + o.zeros + size_t(b) * groups * (kBlockRows / 2));
       }
     }
   });

@@ -49,7 +49,14 @@ struct Block {
   const uint8_t* zeros;
   const uint8_t* end;   // of the codes that this call reads in sequence
   const uint8_t* next;  // what is read after them, or null
+  ptrdiff_t ahead;      // how far to fetch
 };
+
+// What to add to an address near `at`, within the codes of b, to get the address to prefetch.
+inline ptrdiff_t to_fetch(const Block& b, const uint8_t* at) {
+  if (at + b.ahead < b.end || !b.next) return b.ahead;
+  return b.next - b.end + b.ahead;
+}
 
 // sums[t] = -zero * (sum of token t's integers in a segment).
 template <int M>
@@ -110,8 +117,9 @@ struct Tiled {
     fill<S, K::kTokens>(table);
     const int tiles = (rows.count + K::kTokens - 1) / K::kTokens;
     const uint8_t* end = m.block_codes(first + blocks);
+    const ptrdiff_t distance = ahead_within(end - m.block_codes(first));
     for (int b = 0; b < blocks; ++b) {
-      const Block block{m.block_codes(first + b), m.block_scales(first + b), m.block_zeros(first + b), end, next};
+      const Block block{m.block_codes(first + b), m.block_scales(first + b), m.block_zeros(first + b), end, next, distance};
       for (int t = 0; t < tiles; ++t) {
         const int from = int(int64_t(rows.count) * t / tiles), to = int(int64_t(rows.count) * (t + 1) / tiles);
         const uint8_t* x[K::kTokens];

@@ -104,7 +104,7 @@ inline __attribute__((always_inline)) void one_group(const Matrix& m, const Sour
   }
 
   const uint8_t* codes = at.codes + first_line * kLineBytes;
-  const size_t further = first_line * kLineBytes + kAhead;
+  const size_t further = first_line * kLineBytes + size_t(ahead_within(ptrdiff_t(stream.block_bytes)));
   const uint8_t* fetch = further < stream.block_bytes ? at.codes + further : stream.after + (further - stream.block_bytes);
   INT4MOE_UNROLL
   for (int b = 0; b < B; ++b) {

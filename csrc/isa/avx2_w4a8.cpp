@@ -118,7 +118,7 @@ struct Int8 {
       __m256i sums[M][2];
       start_sums<M>(b, g, x, scaled_at, sums);
       const uint8_t* codes = b.codes + size_t(l) * kLineBytes;
-      const ptrdiff_t fetch = ahead(codes, b.end, b.next) - codes;
+      const ptrdiff_t fetch = to_fetch(b, codes);
       size_t at = size_t(l) * kLineColumns;
       for (; l + kChunk <= to; l += kChunk, codes += kChunk * kLineBytes, at += kChunk * kLineColumns) {
         for (int i = 0; i < kChunk; ++i) prefetch(codes + fetch + i * kLineBytes);

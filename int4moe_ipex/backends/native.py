@@ -2,6 +2,9 @@
 
 The packed layout does not depend on the instruction set. Rows (instruction set, compute) are chosen when packing, and
 the core checks the CPU again before it runs one.
+
+W4A16 multiplies float32 activations in float32. Activations of 16 bits become int16 with one scale per token and group
+(finer than their own rounding) where that is faster, and sums within a group are exact; `csrc/isa/avx2_int16.cpp`.
 """
 
 from __future__ import annotations
