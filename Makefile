@@ -38,6 +38,9 @@ test-ipex: ## run the test suite on torch 2.8.0, with the ipex backend
 test-onednn: ## run the tests of the onednn backend on PyPI's oneDNN
 	@tools/ci-onednn.sh
 
+test-xeon: setup ## test AVX-512 and AMX on an emulated Xeon (as root, on Debian or Ubuntu; about 10 minutes)
+	PYTHON=$(BIN)/python tools/ci-xeon.sh
+
 lint: setup ## check style
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
 

@@ -1,4 +1,16 @@
+"""For all tests. One with a parameter `isa` gets that marker, so that `pytest -m avx512` chooses it."""
+
 import os
 
 # What `int4moe tune` has measured on a machine must not decide what its tests run.
 os.environ["INT4MOE_TUNE_FILE"] = "off"
+
+ISA_MARKERS = ("scalar", "avx2", "avx512", "amx")
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        callspec = getattr(item, "callspec", None)
+        isa = callspec.params.get("isa") if callspec else None
+        if isa in ISA_MARKERS:
+            item.add_marker(isa)

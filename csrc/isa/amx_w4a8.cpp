@@ -54,7 +54,7 @@ struct Int8 {
   struct Block {
     __m512 scale;
     __m512i codes;  // 128 * sum of the codes of each row
-    __m512i zeros;
+    __m512 zeros;
   };
 
   INT4MOE_INLINE static Block decode(const Matrix& m, const Segment& s, int block, uint8_t* weights,
@@ -77,18 +77,27 @@ struct Int8 {
     }
     const uint8_t* zeros = m.block_zeros(block);
     return {avx512::load_scales(m, m.block_scales(block), s.group), _mm512_slli_epi32(sum, 7),
-            avx512::load_zeros(zeros, s.group)};
+            _mm512_cvtepi32_ps(avx512::load_zeros(zeros, s.group))};
   }
 
-  INT4MOE_INLINE static __m512 add(const Matrix& m, const Segment& s, const Block& b, const uint8_t* row, __m512i sums,
-                                   __m512 total) {
-    __m512i d = _mm512_sub_epi32(sums, b.codes);
-    if (s.head) {
-      const int32_t x = avx512::w4a8_sum(m, row, s.group);
-      d = _mm512_sub_epi32(d, m.zeros ? _mm512_mullo_epi32(b.zeros, _mm512_set1_epi32(x)) : _mm512_set1_epi32(8 * x));
-    }
-    const __m512 scale = _mm512_mul_ps(b.scale, _mm512_set1_ps(avx512::w4a8_scale(m, row, s.group)));
-    return _mm512_fmadd_ps(_mm512_cvtepi32_ps(d), scale, total);
+  // Where a segment's scale and sum lie in a row, and those of a token. A group's sum counts once, with its head.
+  struct Extra {
+    size_t scale, sum;
+    bool head;
+    Extra(const Matrix& m, const Segment& s)
+        : scale(avx512::w4a8_values(m) + 4 * size_t(s.group)), sum(scale + 4 * size_t(m.groups)), head(s.head) {}
+  };
+  struct Token {
+    __m512 scale, sum;
+    INT4MOE_INLINE Token(const Extra& e, const uint8_t* row)
+        : scale(_mm512_set1_ps(avx512::float_at(row + e.scale))),
+          sum(_mm512_cvtepi32_ps(_mm512_set1_epi32(e.head ? avx512::int_at(row + e.sum) : 0))) {}
+  };
+
+  // zero * sum and the difference are integers below 2^24: float32 has them exactly, and the bits of the VNNI kernel.
+  INT4MOE_INLINE static __m512 add(const Block& b, const Token& t, __m512i sums, __m512 total) {
+    const __m512 d = _mm512_fnmadd_ps(b.zeros, t.sum, _mm512_cvtepi32_ps(_mm512_sub_epi32(sums, b.codes)));
+    return _mm512_fmadd_ps(d, _mm512_mul_ps(b.scale, t.scale), total);
   }
 
   static void multiply(const Matrix& m, int first, int blocks, const Rows& rows, float* out, size_t out_stride,

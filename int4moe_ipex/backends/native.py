@@ -109,6 +109,8 @@ def _pick(cpu: CpuFeatures, run: RunConfig) -> tuple[str, str] | Rejected:
         lack = f"this CPU lacks {', '.join(missing)}" if missing else f"INT4MOE_MAX_ISA={cpu.max_isa} caps it"
         return Rejected(f"isa {run.isa} is asked for and {lack}")
     known = rows()
+    if run.isa == "amx" and known.get(("amx", run.compute)) is False:
+        return Rejected("the kernel refuses the permission for AMX tiles (arch_prctl ARCH_REQ_XCOMP_PERM)")
     cap = ISA_ORDER.index(cpu.best_isa if run.isa == "auto" else run.isa)
     # The scalar row is for tests: it is never taken unless it is asked for.
     lowest = 0 if run.isa == "scalar" else 1

@@ -8,7 +8,8 @@
  *    sched_switch does.
  * 4. /proc/cpuinfo: shows amx_tile, amx_bf16 and amx_int8, which had to be cleared for the boot.
  *
- * deny=1 loads 1, 3 and 4 but refuses the permission, as a seccomp filter or an old kernel would.
+ * deny=1, at load or later through sysfs, keeps 1, 3 and 4 but refuses the permission, as a seccomp filter or an old
+ * kernel would.
  */
 #include <linux/kprobes.h>
 #include <linux/module.h>
@@ -21,37 +22,75 @@
 #include <asm/processor.h>
 
 #define TILE_BITS 0x60000u /* XTILECFG (17) and XTILEDATA (18) */
-#define AREA_BYTES 12288   /* XSAVE, standard format: 2816 + 8192 on this CPU; checked at load */
+#define CONFIG_BIT 0x20000u
+#define TILES 8
+#define TILE_BYTES 1024
+#define CONFIG_AT 2752     /* of XTILECFG in the standard XSAVE format; checked at load */
+#define DATA_AT 4096
+#define AREA_BYTES (DATA_AT + TILES * TILE_BYTES)
 #define AREAS 64
 #define GET_SUPPORTED 0x1021
 #define GET_PERMITTED 0x1022
 #define REQUEST 0x1023
 
 static bool deny;
-module_param(deny, bool, 0444);
+module_param(deny, bool, 0644);
 
 static struct {
 	struct task_struct *owner;
 	u8 *area;
 } saved[AREAS];
-static u8 *memory, *cleared;
+static u8 *memory;
 
-static inline u64 in_use(void)
+/*
+ * Bochs 3.0 exchanges rows and bytes per row in what XSAVE writes of a configuration (and so loses it in XRSTOR), reports
+ * XTILEDATA in use the wrong way round, and has no STTILECFG: so the configuration is saved by XSAVE, put right and
+ * loaded by LDTILECFG, tiles by their own instructions.
+ */
+static inline bool in_use(void)
 {
 	u32 lo, hi;
 
 	asm volatile("xgetbv" : "=a"(lo), "=d"(hi) : "c"(1));
-	return lo & TILE_BITS;
+	return lo & CONFIG_BIT;
 }
 
-static inline void save_tiles(u8 *area)
+#define FOR_EACH_TILE(DO) DO(0) DO(1) DO(2) DO(3) DO(4) DO(5) DO(6) DO(7)
+/* Bytes 16 + 2 i of a configuration: bytes per row of tile i; 48 + i: its rows. A tile without rows has no contents. */
+#define STORE_TILE(i)                                                                                   \
+	if (config[48 + i])                                                                             \
+		asm volatile("tilestored %%tmm" #i ", (%0,%1,1)"                                        \
+			     : : "r"(area + DATA_AT + i * TILE_BYTES), "r"(64L) : "memory");
+#define LOAD_TILE(i)                                                                                    \
+	if (config[48 + i])                                                                             \
+		asm volatile("tileloadd (%0,%1,1), %%tmm" #i                                            \
+			     : : "r"(area + DATA_AT + i * TILE_BYTES), "r"(64L) : "memory");
+
+static void save_tiles(u8 *area)
 {
-	asm volatile("xsave64 (%0)" : : "r"(area), "a"(TILE_BITS), "d"(0) : "memory");
+	u8 *config = area + CONFIG_AT;
+	bool exchanged = false;
+	int i;
+
+	asm volatile("xsave64 (%0)" : : "r"(area), "a"(CONFIG_BIT), "d"(0) : "memory");
+	for (i = 0; i < TILES; i++)
+		exchanged |= config[48 + i] > 16; /* no tile has more rows */
+	for (i = 0; exchanged && i < TILES; i++)
+		swap(config[16 + 2 * i], config[48 + i]);
+	FOR_EACH_TILE(STORE_TILE)
 }
 
-static inline void load_tiles(u8 *area)
+static void load_tiles(const u8 *area)
 {
-	asm volatile("xrstor64 (%0)" : : "r"(area), "a"(TILE_BITS), "d"(0) : "memory");
+	const u8 *config = area + CONFIG_AT;
+
+	asm volatile("ldtilecfg (%0)" : : "r"(config) : "memory");
+	FOR_EACH_TILE(LOAD_TILE)
+}
+
+static inline void release_tiles(void)
+{
+	asm volatile("tilerelease");
 }
 
 static int slot_of(struct task_struct *task)
@@ -84,7 +123,7 @@ static void on_switch(void *data, bool preempt, struct task_struct *prev, struct
 	if (i >= 0)
 		load_tiles(saved[i].area);
 	else if (used)
-		load_tiles(cleared);
+		release_tiles();
 }
 
 struct request {
@@ -140,13 +179,12 @@ static int __init tiles_init(void)
 	lo |= TILE_BITS;
 	asm volatile("xsetbv" : : "a"(lo), "d"(hi), "c"(0));
 
-	cpuid_count(0xd, 18, &size, &offset, &unused, &unused);
-	if (size + offset > AREA_BYTES)
+	cpuid_count(0xd, 17, &size, &offset, &unused, &unused);
+	if (size != 64 || offset != CONFIG_AT)
 		return -EINVAL;
-	memory = vzalloc((AREAS + 1) * AREA_BYTES); /* page aligned, so every area is aligned to 64 */
+	memory = vzalloc(AREAS * AREA_BYTES); /* page aligned, so every area is aligned to 64 */
 	if (!memory)
 		return -ENOMEM;
-	cleared = memory + AREAS * AREA_BYTES;
 	for (i = 0; i < AREAS; i++)
 		saved[i].area = memory + i * AREA_BYTES;
 
