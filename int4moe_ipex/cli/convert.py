@@ -51,7 +51,10 @@ def convert(
     """
     from int4moe_ipex.cli.inspect import size
     from int4moe_ipex.config import Config
+    from int4moe_ipex.errors import ConfigError
 
+    if to is Target.compressed_tensors and any(option is not None for option in (backend, dtype, config)):
+        raise ConfigError("--backend, --dtype and --config belong to a store; compressed-tensors keeps what is stored")
     quiet_transformers()
     settings = Config.load(config, backend=backend, dtype=dtype)
     start = time.perf_counter()

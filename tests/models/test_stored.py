@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -12,10 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import int4moe_ipex
-from int4moe_ipex.backends import select
+from int4moe_ipex.backends import ipex, onednn, select
 from int4moe_ipex.backends.base import ExpertsSpec, LinearSpec
 from int4moe_ipex.config import Config
-from int4moe_ipex.errors import ConfigError, StoreError
+from int4moe_ipex.errors import BackendError, ConfigError, StoreError
 from int4moe_ipex.models import stored
 from int4moe_ipex.moe.activations import Activation
 from int4moe_ipex.packing import records
@@ -24,6 +25,7 @@ from tests.models.tiny import FAMILIES, stock_model, write_checkpoint
 from tests.real import EXAMPLE, REPO, checkpoints
 
 HAVE = select.available()
+OPTIONAL = {"ipex": ipex.status, "onednn": onednn.status}
 
 
 def needs(backend):
@@ -57,11 +59,20 @@ def test_the_native_layout_gives_the_same_bits(tmp_path, path, dtype):
     assert model.int4moe_report.packed_nbytes == want.int4moe_report.packed_nbytes
 
 
-@pytest.mark.parametrize("backend", [pytest.param("reference"), pytest.param("torch", marks=needs("torch"))])
+@pytest.mark.parametrize("backend", ["reference", "torch", "ipex", "onednn"])
 @pytest.mark.parametrize("path", checkpoints(), ids=lambda path: path.name)
 def test_other_engines_are_stored_canonically_and_packed_when_opened(tmp_path, path, backend):
-    options = settings(backend=backend, on_unsupported="fallback")
-    want = int4moe_ipex.load(path, options)
+    here, problem = OPTIONAL[backend]() if backend in OPTIONAL else (True, "")
+    if not here:
+        pytest.skip(problem)
+    options = settings(backend=backend)
+    try:
+        want = int4moe_ipex.load(path, options)
+    except BackendError as error:
+        with pytest.raises(BackendError, match=re.escape(str(error))):
+            stored.write_store(path, tmp_path / "s", options)
+        assert not (tmp_path / "s").exists()
+        return
     written = stored.write_store(path, tmp_path / "s", options)
     used = {name.partition("/")[0] for name in want.int4moe_report.paths}
     assert set(written.layouts) == ({records.CANONICAL} if used else set())
