@@ -6,6 +6,7 @@ native core checks CPUID, XCR0 and the AMX permission again by itself before it 
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ ISA_FLAGS: dict[str, frozenset[str]] = {
     ),
 }
 ISA_ORDER = tuple(ISA_FLAGS)
+# arch/x86/include/uapi/asm/prctl.h; 158 is arch_prctl, 18 the state component of AMX tile data.
+SYS_ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA = 158, 0x1023, 18
 
 
 @dataclass(frozen=True)
@@ -78,3 +81,9 @@ def detect() -> CpuFeatures:
     if cap not in ISA_FLAGS:
         raise ConfigError(f"INT4MOE_MAX_ISA={cap!r} is not one of {', '.join(ISA_ORDER)}")
     return CpuFeatures(model_name=name, flags=flags, max_isa=cap)
+
+
+def amx_permitted() -> bool:
+    """Asks the kernel for AMX tile data, once and for the process, as every user of AMX has to."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    return libc.syscall(SYS_ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0

@@ -5,19 +5,16 @@ Nothing here decides what runs (cpu.py and the backends do); `int4moe doctor` sh
 
 from __future__ import annotations
 
-import ctypes
 import os
 import platform
 import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-from int4moe_ipex.cpu import ISA_ORDER, CpuFeatures
+from int4moe_ipex.cpu import ISA_ORDER, CpuFeatures, amx_permitted
 from int4moe_ipex.threads import nodes
 
 SYSTEM = Path("/sys/devices/system")
-# arch/x86/include/uapi/asm/prctl.h; 158 is arch_prctl, 18 the state component of AMX tile data.
-SYS_ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA = 158, 0x1023, 18
 
 # Linux flag -> (CPUID leaf, subleaf, register, bit), for what an ISA of ours needs (Intel SDM volume 2A, CPUID).
 CPUID_BITS = {
@@ -76,12 +73,6 @@ def _missing(cpu: CpuFeatures, isa: str, missing: list[str]) -> tuple[str, str]:
     if "hypervisor" in cpu.flags:
         return "hypervisor", f"this guest does not see {shown}: the CPU lacks it, or the hypervisor hides it"
     return "cpu", f"this CPU lacks {shown}"
-
-
-def amx_permitted() -> bool:
-    """Asks the kernel for AMX tile data, once and for the process, as every user of AMX has to."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    return libc.syscall(SYS_ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0
 
 
 def cpuid_flags() -> set[str] | None:

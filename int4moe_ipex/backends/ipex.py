@@ -42,7 +42,7 @@ from int4moe_ipex.backends.base import (
     Verdict,
 )
 from int4moe_ipex.canonical import CanonicalWeight
-from int4moe_ipex.cpu import CpuFeatures
+from int4moe_ipex.cpu import CpuFeatures, amx_permitted
 from int4moe_ipex.errors import BackendError
 from int4moe_ipex.moe.routing import CHUNK_TOKENS, check_routing, run_grouped, sum_slots
 
@@ -109,6 +109,16 @@ def _kernel_group(spec: LinearSpec) -> int:
     """The group size given to IPEX: the largest power of two that divides group_size and in_features."""
     common = math.gcd(spec.group_size, spec.in_features)
     return common & -common
+
+
+def _lacking(cpu: CpuFeatures) -> str:
+    """What IPEX's packed tier needs and does not have here; "" where IPEX will choose that tier."""
+    flags = PACKED_FLAGS - cpu.flags
+    if flags:
+        return ", ".join(sorted(flags))
+    if os.environ.get("ATEN_CPU_CAPABILITY", "avx512_fp16") != "avx512_fp16":
+        return "ATEN_CPU_CAPABILITY lifted"
+    return "" if amx_permitted() else "the kernel's permission for AMX tiles"
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,7 +192,8 @@ class IpexBackend:
             return Rejected(problem)
         if "avx2" not in cpu.flags:
             return Rejected("IPEX needs a CPU with AVX2")
-        packed = cpu.flags >= PACKED_FLAGS and os.environ.get("ATEN_CPU_CAPABILITY", "avx512_fp16") == "avx512_fp16"
+        lacking = _lacking(cpu)
+        packed = not lacking
         if packed and (run.isa not in ("auto", "amx") or cpu.max_isa != "amx"):
             return Rejected(
                 f"IPEX would use AMX, which the cap {run.isa if run.isa != 'auto' else cpu.max_isa} forbids: "
@@ -194,12 +205,11 @@ class IpexBackend:
                 return Rejected(reason)
         if packed:
             return Supported(f"ipex/packed/{run.compute}")
-        missing = ", ".join(sorted(PACKED_FLAGS - cpu.flags)) or "ATEN_CPU_CAPABILITY lifted"
         if run.compute != "w4a16":
-            return Rejected(f"IPEX quantises activations on its packed tier only, which needs {missing}")
+            return Rejected(f"IPEX quantises activations on its packed tier only, which needs {lacking}")
         if not run.forced:
             return Rejected(
-                f"IPEX's packed tier needs {missing}; its reference tier dequantises on every call and runs only when "
+                f"IPEX's packed tier needs {lacking}; its reference tier dequantises on every call and runs only when "
                 "asked for by name (backend: ipex)"
             )
         return Supported("ipex/reference/float32", "dequantises the whole weight on every call")
@@ -241,8 +251,10 @@ class IpexBackend:
             PLAIN_FORMAT,
         )
         packed = context.get_weight().dim() == 4
-        if run.compute == "w4a8" and not packed:
-            raise BackendError("IPEX did not choose its packed tier, without which it does not quantise activations")
+        if not packed and (run.compute == "w4a8" or not run.forced):
+            raise BackendError(
+                "IPEX did not choose its packed tier here; backend: ipex takes its slow one (w4a16 only)"
+            )
         in_bf16 = packed and run.dtype == torch.bfloat16
         return IpexLinear(
             spec=spec,

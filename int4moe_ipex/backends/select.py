@@ -57,7 +57,7 @@ TABLE: tuple[Row, ...] = (
     Row("native", "avx2_vnni", ("w4a8",), "any group size that is a multiple of 8, act-order, biases"),
     Row("native", "avx2", ("w4a16", "w4a8"), "any group size that is a multiple of 8, act-order, biases"),
     Row("ipex", ANY, ("w4a16", "w4a8"), "torch 2.8 and IPEX 2.8; packed kernels need AMX and AVX512-FP16"),
-    Row("onednn", ANY, ("w4a16", "w4a8"), "libdnnl 3.10 or later; group size a multiple of 16 that divides K"),
+    Row("onednn", ANY, ("w4a16",), "libdnnl 3.10 or later; group size a multiple of 16 that divides K"),
     Row("torch", ANY, ("w4a16",), "group size 32, 64, 128 or 256 that divides K; N a multiple of 16", slow=True),
     Row("native", "scalar", ("w4a16", "w4a8"), "any x86-64; for tests", slow=True),
     Row("reference", ANY, ("w4a16",), "everything, in float32; dequantises on every call", slow=True),

@@ -14,7 +14,7 @@ from int4moe_ipex import cpu
 from int4moe_ipex.backends import ipex
 from int4moe_ipex.backends.base import ExpertWeights, LinearSpec, LinearWeights, Rejected, RunConfig, Supported
 from int4moe_ipex.canonical import CanonicalWeight, dequantize
-from int4moe_ipex.errors import RoutingError
+from int4moe_ipex.errors import BackendError, RoutingError
 from tests.backends.backend_matrix import (
     TOLERANCE,
     ExpertsCase,
@@ -100,6 +100,7 @@ def test_reference_tier_runs_only_when_forced():
 
 def test_packed_tier_is_promised_where_the_flags_are(monkeypatch):
     monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
+    monkeypatch.setattr(ipex, "amx_permitted", lambda: True)
     xeon = cpu.CpuFeatures("Xeon", ipex.PACKED_FLAGS | {"avx2", "fma"})
     spec = LinearSpec(256, 64, 32, symmetric=True)
     assert BACKEND.support_linear(spec, xeon, RunConfig()) == Supported("ipex/packed/w4a16")
@@ -108,8 +109,21 @@ def test_packed_tier_is_promised_where_the_flags_are(monkeypatch):
     assert isinstance(small, Rejected) and "powers of two from 16" in small.reason
     capped = BACKEND.support_linear(spec, xeon, RunConfig(isa="avx2"))
     assert isinstance(capped, Rejected) and "ATEN_CPU_CAPABILITY" in capped.reason
+    monkeypatch.setattr(ipex, "amx_permitted", lambda: False)
+    refused = BACKEND.support_linear(spec, xeon, RunConfig())
+    assert isinstance(refused, Rejected) and "permission for AMX" in refused.reason
     monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx512")
-    assert isinstance(BACKEND.support_linear(spec, xeon, RunConfig()), Rejected)
+    lower = BACKEND.support_linear(spec, xeon, RunConfig())
+    assert isinstance(lower, Rejected) and "ATEN_CPU_CAPABILITY lifted" in lower.reason
+
+
+@pytest.mark.skipif(HAS_PACKED_TIER, reason="this CPU has IPEX's packed tier")
+def test_the_reference_tier_is_never_taken_for_the_packed_one():
+    weight = random_weight(torch.Generator().manual_seed(1), 64, 128, 32, symmetric=True)
+    with pytest.raises(BackendError, match="did not choose its packed tier"):
+        pack(weight, RunConfig())
+    with pytest.raises(BackendError, match="did not choose its packed tier"):
+        pack(weight, forced(compute="w4a8"))
 
 
 def test_group_size_that_is_no_power_of_two_is_split():

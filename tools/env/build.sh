@@ -25,7 +25,7 @@ else
   echo "$name: building $root (several GB)" >&2
   rm -rf "$root"
   "$python" -m venv "$root"
-  pip=("$root/bin/python" -m pip install --no-cache-dir --disable-pip-version-check --progress-bar off)
+  pip=("$root/bin/python" -m pip install --no-cache-dir --disable-pip-version-check -q)
   "${pip[@]}" -r "${pins[0]}" -r "${pins[1]}" >&2
   for file in "${nodeps[@]}"; do "${pip[@]}" --no-deps -r "$file" >&2; done
   printf '%s' "$key" >"$root/.key" # last: a build that was cut short has no key

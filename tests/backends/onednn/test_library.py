@@ -8,7 +8,9 @@ import textwrap
 
 import pytest
 
+from int4moe_ipex import diagnosis
 from int4moe_ipex.backends.onednn import library
+from int4moe_ipex.config import Config
 from int4moe_ipex.errors import BackendError
 
 
@@ -63,6 +65,15 @@ def test_nowhere_says_how_to_get_it(fresh):
     fresh.setattr(library, "SONAME", "libdnnl-that-is-nowhere.so.3")
     ok, line = library.status()
     assert not ok and "pip install onednn==2026.1.0" in line and "\n" not in line
+
+
+def test_doctor_looks_where_the_configuration_says(fresh, tmp_path):
+    path = tmp_path / "none.so"
+    found = diagnosis.diagnose(Config.load({"onednn": {"lib": str(path)}}, environ={}))
+    assert found["libraries"]["onednn"] == {
+        "available": False,
+        "detail": f"{path} is no file (from onednn.lib of the configuration)",
+    }
 
 
 def test_one_process_one_library(fresh):
