@@ -92,7 +92,8 @@ def file_of(environ: Mapping[str, str] | None = None) -> Path | None:
     if named:
         return Path(named).expanduser()
     cache = environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(cache).expanduser() / "int4moe" / "tune.json"
+    # os.path's expanduser, since pathlib's raises for a user without a home, as containers have them.
+    return Path(os.path.expanduser(cache), "int4moe", "tune.json")
 
 
 def read(file: Path | None) -> dict[Key, Entry]:

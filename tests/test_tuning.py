@@ -83,6 +83,14 @@ def test_where_the_file_is():
     assert tuning.file_of({}).parts[-3:] == (".cache", "int4moe", "tune.json")
 
 
+def test_a_user_without_a_home_has_no_tuned_values(monkeypatch):
+    import pwd
+
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", lambda number: {}[number])
+    assert tuning.read(tuning.file_of({})) == {}
+
+
 def test_entries_are_kept_side_by_side_and_replaced_by_key(file):
     one, other = entry(((3, "native/avx2"), (None, "native/avx512"))), entry(((None, "native/avx2"),), threads=77)
     keep(file, one)

@@ -12,6 +12,8 @@ again. The manifest keeps, beside what packing/store.py says of files and source
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -294,21 +296,16 @@ def _with_dtype_of(store: Store, settings: Config) -> Config:
     return Config.load(settings, dtype=dtype)
 
 
-class _naming_store:
+@contextlib.contextmanager
+def _naming_store(store: Store, module: str) -> Iterator[None]:
     """Errors of opening one module's record name store and module."""
-
-    def __init__(self, store: Store, module: str):
-        self.store, self.module = store, module
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, StoreError):
-            raise StoreError(f"{self.store.path}: {self.module}: {error}") from None
-        if isinstance(error, KeyError | ValueError):
-            what = f"its record cannot be read ({type(error).__name__}: {error})"
-            raise StoreError(f"{self.store.path}: {self.module}: {what}; convert the checkpoint again") from error
+    try:
+        yield
+    except StoreError as error:
+        raise StoreError(f"{store.path}: {module}: {error}") from None
+    except (KeyError, ValueError) as error:
+        what = f"its record cannot be read ({type(error).__name__}: {error})"
+        raise StoreError(f"{store.path}: {module}: {what}; convert the checkpoint again") from error
 
 
 class _Opener:
