@@ -21,6 +21,11 @@ cmake -S . -B "$build" -DINT4MOE_PYTHON=OFF -DINT4MOE_TESTS=ON -DINT4MOE_STATIC=
 cmake --build "$build" -j "$(nproc)" -- -s >/dev/null
 time "$python" -m tools.xeon_emulator static "$build/native_tests" --require avx2 --require avx512 --require amx
 
+echo "== as a compiler without AMX builds it, on this CPU"
+cmake -S . -B build/no-amx -DINT4MOE_PYTHON=OFF -DINT4MOE_TESTS=ON -DINT4MOE_COMPILER_HAS_AMX=OFF >/dev/null
+cmake --build build/no-amx -j "$(nproc)" -- -s >/dev/null
+build/no-amx/native_tests --quick --without amx
+
 echo "== the Python package"
 stage=$(mktemp -d)
 trap 'rm -rf "$stage"' EXIT
@@ -37,4 +42,5 @@ text = pathlib.Path("pyproject.toml").read_text()
 block = re.search(r"^dependencies = \[(.*?)\]", text, re.M | re.S).group(1)
 print(*re.findall(r"\"([A-Za-z0-9_-]+)", block))'); do packages+=(--package "$name"); done
 time "$python" -m tools.xeon_emulator python "${packages[@]}" --file "$stage/src" --env PYTHONPATH=/tmp/files/src:/site \
-  --env OMP_NUM_THREADS=2 /tmp/files/src/tests/xeon/guest_suite.py /tmp/files/src/examples amx avx512
+  --env OMP_NUM_THREADS=2 --timeout 1800 \
+  /tmp/files/src/tests/xeon/guest_suite.py /tmp/files/src/examples amx avx512

@@ -71,12 +71,16 @@ def vector_rows(build: Path) -> list[str]:
 def main(arguments: list[str]) -> None:
     build = ROOT / (arguments[0] if arguments else "build/xeon")
     template = (Path(__file__).parent / "template.md").read_text()
+    segments = amx.segments(object_file(build, "amx_w4a16"), object_file(build, "amx_w4a8"), GROUP)
+    at_target = [s for s in segments if s.tokens == 64 and s.what.startswith("W4A16")]
     filled = template.format(
         ghz=GHZ,
         group=GROUP,
         group_cycles=GROUP_CYCLES,
         vector="\n".join(vector_rows(build)),
-        amx="\n".join(amx.rows(object_file(build, "amx_w4a16"), object_file(build, "amx_w4a8"), GHZ, GROUP)),
+        amx="\n".join(s.row(GHZ) for s in segments),
+        beside=f"{min(s.beside for s in at_target):.0%}",
+        apart=f"{min(s.apart for s in at_target):.0%} to {max(s.apart for s in at_target):.0%}",
         **amx.TABLE,
     )
     target = ROOT / "benchmarks/cost_model.md"

@@ -43,42 +43,64 @@ def measure(binary: Path, is_decode: str, decodes: int, is_add: str, adds: int) 
     )
 
 
-def rows(w4a16: Path, w4a8: Path, ghz: float, group: int) -> list[str]:
-    """Table rows for 16, 32, 64 and 96 tokens of one expert, gathered or not."""
+@dataclass(frozen=True)
+class Segment:
+    """One segment, a group of two blocks for all tokens of an expert: cycles of its parts, and what they give."""
+
+    what: str
+    tokens: int
+    gathered: bool
+    group: int
+    products: float
+    tile: float
+    vector: float
+
+    @property
+    def apart(self) -> float:
+        """Share of the tile peak when vector instructions never run beside the tile unit."""
+        return self.products / (self.tile + self.vector)
+
+    @property
+    def beside(self) -> float:
+        """Share of the tile peak when they do."""
+        return self.products / max(self.tile, self.vector)
+
+    def row(self, ghz: float) -> str:
+        codes = 2 * BLOCK_ROWS * self.group
+        seconds = max(self.tile, self.vector) / ghz
+        return (
+            f"| {self.what} | {self.tokens} | {'yes' if self.gathered else 'no'} | {self.products} | {self.tile:.0f} "
+            f"| {self.vector:.0f} | {self.apart:.0%} | {self.beside:.0%} | {2 * codes * self.tokens / seconds:.0f} "
+            f"| {codes / 2 / seconds:.1f} |"
+        )
+
+
+def segments(w4a16: Path, w4a8: Path, group: int) -> list[Segment]:
+    """For 16, 32, 64 and 96 tokens of one expert, gathered or not."""
     kinds = (
         ("W4A16 (bfloat16)", measure(w4a16, "vpternlog[dq]", 3, "vfnmadd.*ps", 1), 32),
         ("W4A8 (int8)", measure(w4a8, "vpdpbusd", 1, "vcvtdq2ps", 1), 64),
     )
-    found = []
-    for what, loops, columns in kinds:
-        for tokens in (16, 32, 64, 96):
-            for gathered in (True, False):
-                found.append(_row(what, loops, columns, tokens, gathered, ghz, group))
-    return found
+    return [
+        segment(what, loops, columns, tokens, gathered, group)
+        for what, loops, columns in kinds
+        for tokens in (16, 32, 64, 96)
+        for gathered in (True, False)
+    ]
 
 
-def _row(what: str, loops: Loops, columns: int, tokens: int, gathered: bool, ghz: float, group: int) -> str:
-    """One segment: a group of two blocks for all tokens. `columns`: of one tile."""
+def segment(what: str, loops: Loops, columns: int, tokens: int, gathered: bool, group: int) -> Segment:
+    """`columns`: of one tile of weights."""
     steps = group // columns
     token_tiles = tokens // TILE_TOKENS
     products = 2 * steps * token_tiles * TABLE["product"]
-    # Steps of up to two token tiles; between two steps nothing of the tile unit is assumed to overlap.
+    # Passes of up to two token tiles; between two passes nothing of the tile unit is assumed to overlap.
     passes = -(-token_tiles // 2)
     sums = 2 * token_tiles
     exposed = passes * (TABLE["load_latency"] + TABLE["product_latency"]) + sums * TABLE["store"]
     # Fewer than four independent sums wait for each other's latency.
-    waiting = sum(
-        max(0, TABLE["product_latency"] - 2 * min(2, token_tiles - 2 * p) * TABLE["product"]) * steps
-        for p in range(passes)
-    )
-    tile = products + exposed + waiting
+    sums_of_pass = [2 * min(2, token_tiles - 2 * p) for p in range(passes)]
+    waiting = sum(max(0, TABLE["product_latency"] - n * TABLE["product"]) * steps for n in sums_of_pass)
     vector = 2 * (group / 8) * loops.decode + sums * TILE_TOKENS * loops.add
     vector += tokens * steps * loops.gather if gathered else 0
-    apart, together = tile + vector, max(tile, vector)
-    operations = 2 * 2 * BLOCK_ROWS * group * tokens
-    flops = operations / together * ghz
-    read = 2 * BLOCK_ROWS * group / 2 / together * ghz
-    return (
-        f"| {what} | {tokens} | {'yes' if gathered else 'no'} | {products} | {tile:.0f} | {vector:.0f} "
-        f"| {products / apart:.0%} | {products / together:.0%} | {flops:.0f} | {read:.1f} |"
-    )
+    return Segment(what, tokens, gathered, group, products, products + exposed + waiting, vector)

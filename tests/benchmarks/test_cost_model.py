@@ -51,8 +51,9 @@ def test_llvm_mca_counts_a_chain():
 
 
 def test_tiles_are_never_above_their_peak():
-    loops = amx.Loops(decode=0, add=0, gather=0)
-    row = amx._row("W4A16", loops, 32, 64, False, 2.5, 128).split("|")
-    products, tile, share = int(row[4]), int(row[5]), row[8].strip()
-    assert products == 2 * 4 * 4 * amx.TABLE["product"]
-    assert tile > products and share == f"{products / tile:.0%}"
+    found = amx.segment("W4A16", amx.Loops(decode=0, add=0, gather=0), 32, 64, False, 128)
+    assert found.products == 2 * 4 * 4 * amx.TABLE["product"]
+    assert found.tile > found.products and found.beside == found.apart == found.products / found.tile
+    busy = amx.segment("W4A16", amx.Loops(decode=30, add=4, gather=2), 32, 64, True, 128)
+    assert busy.vector == 2 * 16 * 30 + 8 * 16 * 4 + 64 * 4 * 2
+    assert busy.apart < busy.beside == busy.products / busy.vector
