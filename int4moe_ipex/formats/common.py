@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -109,6 +110,9 @@ def read_finite(checkpoint: Checkpoint, name: str, axes: tuple[str, ...]) -> tor
         FormatError: names the tensor, the first bad value and its index, in the words of `axes`.
     """
     values = checkpoint.tensor(name)
+    # A sum is finite only if all its terms are. One that is not may have overflowed: then the terms are asked.
+    if math.isfinite(values.sum(dtype=torch.promote_types(values.dtype, torch.float32))):
+        return values
     finite = torch.isfinite(values)
     if not bool(finite.all()):
         bad = (~finite).nonzero()
@@ -121,10 +125,12 @@ def read_finite(checkpoint: Checkpoint, name: str, axes: tuple[str, ...]) -> tor
     return values
 
 
-def dense_8bit(codes: torch.Tensor, zeros: torch.Tensor, scales: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-    """float32 [N, K] from 8-bit codes [N, K], zeros and scales [N, G], and the group of each column [K].
+def dense_8bit(
+    codes: torch.Tensor, zeros: torch.Tensor | None, scales: torch.Tensor, columns: torch.Tensor
+) -> torch.Tensor:
+    """float32 [N, K] from 8-bit codes [N, K], zeros (None: all 128) and scales [N, G], and each column's group [K].
 
     The product is exact for 16-bit scales: 9 bits times at most 11 fit into float32's 24.
     """
-    centred = codes.to(torch.float32) - zeros.to(torch.float32)[:, columns]
-    return centred * scales.to(torch.float32)[:, columns]
+    middle = 128.0 if zeros is None else zeros.to(torch.float32)[:, columns]
+    return (codes.to(torch.float32) - middle) * scales.to(torch.float32)[:, columns]

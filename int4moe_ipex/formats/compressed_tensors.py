@@ -142,7 +142,6 @@ def read(checkpoint: Checkpoint, info: LinearInfo) -> Weight:
     grouping = _read_grouping(checkpoint, info, num_groups)
     if info.bits == 8:
         raw = packed.view(torch.uint8)[:, :k]
-        zeros = torch.full((n, num_groups), 128, dtype=torch.uint8) if zeros is None else zeros
         return DenseWeight(dense_8bit(raw, zeros, scales, _column_groups(info, grouping)))
     return CanonicalWeight(
         codes=codes.from_rows(packed, k, grouping.perm),

@@ -119,18 +119,20 @@ def read(checkpoint: Checkpoint, info: LinearInfo) -> Weight:
         grouping = act_order.from_g_idx(checkpoint.tensor(name), info.group_size, scales.shape[0], name)
     if info.bits == 8:
         columns = _column_groups(checkpoint, info)
-        return DenseWeight(dense_8bit(codes.from_columns(qweight), zeros.t(), scales.t(), columns))
+        return DenseWeight(
+            dense_8bit(codes.from_columns(qweight), None if zeros is None else zeros.t(), scales.t(), columns)
+        )
     return CanonicalWeight(
         codes=codes.from_columns(qweight, grouping.perm),
         scales=row_major(grouping.take(scales.t())),
-        zeros=zeros_or_none(grouping.take(zeros.t())),
+        zeros=None if zeros is None else zeros_or_none(grouping.take(zeros.t())),
         group_size=grouping.group_size,
         perm=grouping.perm,
     )
 
 
-def read_zeros(checkpoint: Checkpoint, info: LinearInfo) -> torch.Tensor:
-    """True zero points uint8 [G, N].
+def read_zeros(checkpoint: Checkpoint, info: LinearInfo) -> torch.Tensor | None:
+    """True zero points uint8 [G, N], or None when the label says symmetric: all are the middle then.
 
     Where the label says symmetric, the stored values tell v1 from v2 by themselves: all are one below the middle, or
     all are the middle. Files labelled v1 that hold v2 exist; the values win and the disagreement is reported.
@@ -165,7 +167,7 @@ def read_zeros(checkpoint: Checkpoint, info: LinearInfo) -> torch.Tensor:
             f"{CONVENTIONS[found]}; the tensors are believed",
             name,
         )
-    return torch.full_like(stored, middle)
+    return None
 
 
 def _add_to_words(words: torch.Tensor, addend: int) -> torch.Tensor:

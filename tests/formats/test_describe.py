@@ -214,6 +214,14 @@ def test_scales_that_are_not_finite(tmp_path, name, value):
     assert not isinstance(caught.value, UnsupportedFormatError)
 
 
+def test_scales_whose_sum_overflows_are_finite(tmp_path):
+    tensors, label = FORMATS["gptq"]
+    scales = torch.full_like(tensors["scales"], 3e38, dtype=torch.float32)
+    checkpoint = opened(tmp_path, {**tensors, "scales": scales}, label)
+    weight, _ = read_linear(checkpoint, describe(checkpoint)["m"])
+    assert torch.equal(weight.scales, scales.t())
+
+
 def test_a_bias_that_is_not_finite(tmp_path):
     checkpoint = opened(tmp_path, {**FORMATS["gptq"][0], "bias": torch.tensor([1.0] * 15 + [torch.nan])}, gptq_label())
     with pytest.raises(FormatError, match=r"m\.bias: is nan at row 15"):
