@@ -7,6 +7,7 @@ packed and dropped before the next one is touched, so that loading peaks at the 
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -111,14 +112,27 @@ def load(
         return stored.open_store(
             store, settings, source=source, attn_implementation=attn_implementation, progress=progress
         )
-    prepared = prepare(path, settings, attn_implementation)
-    filler = _Filler(prepared.model, prepared.checkpoint, settings, detect(), progress, prepared.plan)
-    filler.report.warnings += prepared.warnings
-    filler.fill_tensors()
-    filler.fill_linears()
-    filler.fill_experts(prepared.activation)
+    with _without_collection():
+        prepared = prepare(path, settings, attn_implementation)
+        filler = _Filler(prepared.model, prepared.checkpoint, settings, detect(), progress, prepared.plan)
+        filler.report.warnings += prepared.warnings
+        filler.fill_tensors()
+        filler.fill_linears()
+        filler.fill_experts(prepared.activation)
     finish(prepared.model, prepared.checkpoint.path, filler.report, keep_attention=attn_implementation is not None)
     return prepared.model
+
+
+@contextlib.contextmanager
+def _without_collection() -> Iterator[None]:
+    """Python's cyclic collector would walk a growing heap of headers again and again, and find nothing to free."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 @dataclass(frozen=True)
