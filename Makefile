@@ -17,7 +17,7 @@ setup: $(READY) ## make the virtual environment and build the native core
 $(READY): pyproject.toml CMakeLists.txt $(shell find csrc -type f)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q --disable-pip-version-check "$(TORCH)"
-	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[test,dev,plot]'
+	$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[test,dev,plot,serve]'
 	@touch $@
 
 demo: setup ## generate text from the small checkpoint that the repository carries

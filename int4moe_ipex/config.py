@@ -130,12 +130,18 @@ class Serve(Section):
 
     host: str = Field("127.0.0.1", description="Address to listen on; 0.0.0.0 means every interface.")
     port: int = Field(8000, ge=0, le=65535, description="TCP port; 0 takes a free one.")
-    max_running: int = Field(1, ge=1, description="Requests that are computed at the same time.")
+    model_name: str | None = Field(None, description="The model's name in answers; null takes the checkpoint folder's.")
+    chat_template: str | None = Field(
+        None, description="Jinja file with the chat template; null takes the checkpoint's own."
+    )
+    max_running: int = Field(1, ge=1, le=256, description="Requests that are computed together, token by token.")
     max_queue: int = Field(64, ge=0, description="Requests that wait; one more gets 429.")
     max_context: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
         "auto", description="Prompt and new tokens together, at most; auto takes the model's own limit."
     )
-    drain_seconds: float = Field(30.0, ge=0, description="Time that running requests get after a stop signal.")
+    drain_seconds: float = Field(
+        30.0, ge=0, le=86400, description="Time that requests get to finish after a stop signal."
+    )
 
 
 class OneDnn(Section):

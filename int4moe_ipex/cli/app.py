@@ -20,6 +20,7 @@ VERBS: tuple[str, ...] = (
     "tune",
     "config",
     "bench",
+    "serve",
 )
 
 

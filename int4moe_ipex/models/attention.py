@@ -15,6 +15,8 @@ from int4moe_ipex.backends.native import FLOAT_TYPES
 from int4moe_ipex.cpu import detect
 
 NAME = "int4moe"
+# Either of these for several sequences of different lengths (serve/batch.py).
+ROWS = "int4moe_rows"
 # Arguments of the interface that change nothing once there is no mask; any other that is set goes to sdpa.
 HARMLESS = frozenset({"sliding_window", "position_ids", "use_cache", "output_router_logits", "cache_position"})
 

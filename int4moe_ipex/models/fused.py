@@ -73,7 +73,7 @@ class FusedAttention:
     def forward(self, hidden_states, position_embeddings=None, attention_mask=None, cache=None, **kwargs):
         cos, sin = position_embeddings
         if not (
-            self.config._attn_implementation in ("sdpa", attention.NAME)
+            self.config._attn_implementation in ("sdpa", attention.NAME, attention.ROWS)
             and not self.training
             and cos.shape[-1] == self.head_dim
             and _plain(hidden_states, cos, sin)
