@@ -1,7 +1,7 @@
 """A disk image with the running Python interpreter, some of its installed distributions, and the C libraries they need.
 
-Everything keeps its absolute path, except the distributions, which go to /site. The image is built once and reused
-while the versions stay the same; the project's own code is not on it (it changes too often).
+Everything keeps its absolute path, except the distributions' modules, which go to /site. The image is built once per
+environment and reused while the versions stay the same; the project's own code is not on it (it changes too often).
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ LEFT_OUT = re.compile(
     r"^torch/(include|share|test)/|^torch/bin/(?!torch_shm_manager)|^torch/lib/.*\.a$"
     r"|^(numpy|sympy|networkx|transformers)/.*tests?/|\.pyi$"
 )
+# Of what distributions put beside site-packages (oneDNN and its runtimes): shared objects and what those read.
+BESIDE = re.compile(r"/lib/[^/]+\.(so[.\d]*|rtl|bc|o|cfg|spv)$")
 STDLIB_LEFT_OUT = {"test", "idlelib", "tkinter", "turtledemo", "ensurepip", "lib2to3", "site-packages", "dist-packages"}
 
 
@@ -49,11 +51,12 @@ def build(machine: Machine, requirements: Iterable[str]) -> Path:
     key = hashlib.sha256("\n".join(listing).encode()).hexdigest()[:16]
     machine.cache.mkdir(parents=True, exist_ok=True)
     # Beside the tree that Bochs is locked into, and on the same file system: runs link to it.
-    image = machine.tree / f"images/python-{key}.img"
+    environment_key = hashlib.sha256(sys.prefix.encode()).hexdigest()[:8]
+    image = machine.tree / f"images/python-{environment_key}-{key}.img"
     if image.exists():
         return image
     image.parent.mkdir(exist_ok=True)
-    for old in image.parent.glob("python-*"):
+    for old in image.parent.glob(f"python-{environment_key}-*"):
         old.unlink() if old.is_file() else shutil.rmtree(old)
     stage = image.with_suffix(".stage")
     _copy_interpreter(stage)
@@ -120,11 +123,13 @@ def _copy_distributions(stage: Path, distributions: Iterable[metadata.Distributi
     for distribution in distributions:
         for entry in distribution.files or ():
             relative = str(entry)
-            if relative.startswith("..") or LEFT_OUT.search(relative):
+            path = Path(os.path.normpath(distribution.locate_file(entry)))
+            if not path.is_file() or LEFT_OUT.search(relative):
                 continue
-            path = Path(distribution.locate_file(entry))
-            if path.is_file():
+            if not relative.startswith(".."):
                 _link(path, stage / SITE.lstrip("/") / relative)
+            elif BESIDE.search(str(path)):
+                _link(path, stage / str(path).lstrip("/"))
 
 
 def _copy_libraries(stage: Path) -> None:
