@@ -5,7 +5,7 @@ import os
 # What `int4moe tune` has measured on a machine must not decide what its tests run.
 os.environ["INT4MOE_TUNE_FILE"] = "off"
 
-ISA_MARKERS = ("scalar", "avx2", "avx512", "amx")
+ISA_MARKERS = ("scalar", "avx2", "avx2_vnni", "avx512", "amx")
 
 
 def pytest_collection_modifyitems(items):

@@ -19,7 +19,8 @@ echo "== the C++ test program, linked statically"
 build=build/xeon
 cmake -S . -B "$build" -DINT4MOE_PYTHON=OFF -DINT4MOE_TESTS=ON -DINT4MOE_STATIC=ON >/dev/null
 cmake --build "$build" -j "$(nproc)" -- -s >/dev/null
-time "$python" -m tools.xeon_emulator static "$build/native_tests" --require avx2 --require avx512 --require amx
+time "$python" -m tools.xeon_emulator static "$build/native_tests" --require avx2 --require avx2_vnni --require avx512 \
+  --require amx
 
 echo "== as a compiler without AMX builds it, on this CPU"
 cmake -S . -B build/no-amx -DINT4MOE_PYTHON=OFF -DINT4MOE_TESTS=ON -DINT4MOE_COMPILER_HAS_AMX=OFF >/dev/null

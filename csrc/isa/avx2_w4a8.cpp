@@ -56,6 +56,7 @@ INT4MOE_INLINE __m256i half_line(const uint8_t* p) {
   return masked(N == 0 ? line : _mm256_srli_epi16(line, 4), kLowNibbles);
 }
 
+#ifndef INT4MOE_AVX_VNNI
 // sum += w * v in 16 bits, in place: compilers add products first when they may, and then run out of registers.
 INT4MOE_INLINE void multiply_add(__m256i& sum, __m256i w, __m256i v) {
   __m256i product;
@@ -77,10 +78,34 @@ INT4MOE_INLINE void half(const uint8_t* codes, const uint8_t* const (&x)[M], siz
     }
   }
 }
+#else
+// sum += w * v, four products to a lane.
+INT4MOE_INLINE void dot(__m256i& sum, __m256i w, __m256i v) {
+  __asm__("%{vex%} vpdpbusd %2, %1, %0" : "+x"(sum) : "x"(w), "x"(v));
+}
+
+template <int M, int N>
+INT4MOE_INLINE void half_dots(const uint8_t* codes, const uint8_t* const (&x)[M], size_t at, __m256i (&sums)[M][2]) {
+  const __m256i w0 = half_line<N>(codes), w1 = half_line<N>(codes + kLineBytes / 2);
+  INT4MOE_UNROLL
+  for (int t = 0; t < M; ++t) {
+    const __m256i v = broadcast4(x[t] + at + 4 * N);
+    dot(sums[t][0], w0, v);
+    dot(sums[t][1], w1, v);
+  }
+}
+#endif
 
 // L lines from `codes` on, for M tokens, added to `sums`.
 template <int M, int L>
 INT4MOE_INLINE void lines_of(const uint8_t* codes, const uint8_t* const (&x)[M], size_t at, __m256i (&sums)[M][2]) {
+#ifdef INT4MOE_AVX_VNNI
+  INT4MOE_UNROLL
+  for (int l = 0; l < L; ++l, codes += kLineBytes, at += kLineColumns) {
+    half_dots<M, 0>(codes, x, at, sums);
+    half_dots<M, 1>(codes, x, at, sums);
+  }
+#else
   __m256i words[M][2];
   half<M, 0, true>(codes, x, at, words);
   INT4MOE_UNROLL
@@ -97,6 +122,7 @@ INT4MOE_INLINE void lines_of(const uint8_t* codes, const uint8_t* const (&x)[M],
     sums[t][0] = _mm256_add_epi32(sums[t][0], _mm256_madd_epi16(words[t][0], _mm256_set1_epi16(1)));
     sums[t][1] = _mm256_add_epi32(sums[t][1], _mm256_madd_epi16(words[t][1], _mm256_set1_epi16(1)));
   }
+#endif
 }
 
 struct Int8 {
@@ -137,17 +163,27 @@ struct Int8 {
 }  // namespace
 }  // namespace avx2
 
-extern const Kernels kAvx2W4A8;
-const Kernels kAvx2W4A8 = {"avx2",
-                           "w4a8",
-                           kAvx2,
-                           avx2::kTile,
-                           avx2::row_bytes,
-                           avx2::prepare,
-                           avx2::Tiled<avx2::Int8>::multiply,
-                           avx2::activate,
-                           avx2::load,
-                           avx2::store,
-                           avx2::accumulate};
+#ifdef INT4MOE_AVX_VNNI
+#define INT4MOE_ROW kAvx2VnniW4A8
+#define INT4MOE_ISA "avx2_vnni"
+#define INT4MOE_FEATURES (kAvx2 | kAvxVnni)
+#else
+#define INT4MOE_ROW kAvx2W4A8
+#define INT4MOE_ISA "avx2"
+#define INT4MOE_FEATURES kAvx2
+#endif
+
+extern const Kernels INT4MOE_ROW;
+const Kernels INT4MOE_ROW = {INT4MOE_ISA,
+                             "w4a8",
+                             INT4MOE_FEATURES,
+                             avx2::kTile,
+                             avx2::row_bytes,
+                             avx2::prepare,
+                             avx2::Tiled<avx2::Int8>::multiply,
+                             avx2::activate,
+                             avx2::load,
+                             avx2::store,
+                             avx2::accumulate};
 
 }  // namespace int4moe

@@ -8,6 +8,9 @@ extern const Kernels kScalarW4A16, kScalarW4A8;
 #ifdef INT4MOE_HAVE_AVX2
 extern const Kernels kAvx2Int16W4A16, kAvx2W4A16, kAvx2W4A8;
 #endif
+#ifdef INT4MOE_HAVE_AVX2_VNNI
+extern const Kernels kAvx2VnniW4A8;
+#endif
 #ifdef INT4MOE_HAVE_AVX512
 extern const Kernels kAvx512Int16W4A16, kAvx512W4A16, kAvx512W4A8;
 #endif
@@ -21,6 +24,9 @@ const Kernels* const kTable[] = {
     &kScalarW4A16, &kScalarW4A8,
 #ifdef INT4MOE_HAVE_AVX2
     &kAvx2Int16W4A16, &kAvx2W4A16, &kAvx2W4A8,
+#endif
+#ifdef INT4MOE_HAVE_AVX2_VNNI
+    &kAvx2VnniW4A8,
 #endif
 #ifdef INT4MOE_HAVE_AVX512
     &kAvx512Int16W4A16, &kAvx512W4A16, &kAvx512W4A8,

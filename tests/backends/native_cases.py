@@ -18,6 +18,7 @@ needs_core = pytest.mark.skipif(native._native is None, reason=f"no native core:
 
 # Rows of this build that this machine runs, as (isa, compute); others are skipped by name.
 ROWS = [(isa, compute) for isa in ("scalar", "avx2", "avx512", "amx") for compute in ("w4a16", "w4a8")]
+ROWS.append(("avx2_vnni", "w4a8"))
 TOLERANCE = {
     ("w4a16", torch.float32): 2e-5,
     ("w4a16", torch.bfloat16): 4e-3,

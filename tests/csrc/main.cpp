@@ -3,6 +3,7 @@
 #include <cstdio>
 #include <cstring>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "cases.h"
@@ -94,9 +95,11 @@ int run(const Options& o) {
     test_one(**k, o.quick);
     ++rows;
   }
-  const Kernels* vnni = find_kernels("avx512", "w4a8", FloatType::kFloat32, cpu_features());
-  const Kernels* amx = find_kernels("amx", "w4a8", FloatType::kFloat32, cpu_features());
-  if (vnni && amx) test_same_bits(*vnni, *amx);
+  for (const auto& pair : {std::pair{"avx512", "amx"}, std::pair{"avx2", "avx2_vnni"}}) {
+    const Kernels* one = find_kernels(pair.first, "w4a8", FloatType::kFloat32, cpu_features());
+    const Kernels* other = find_kernels(pair.second, "w4a8", FloatType::kFloat32, cpu_features());
+    if (one && other) test_same_bits(*one, *other);
+  }
   std::printf("%d rows tested, %d skipped, %ld checks, %ld failed\n", rows, skipped, counts().checks, counts().failures);
   return counts().failures ? 1 : 0;
 }

@@ -31,8 +31,9 @@ class Mutation:
 MUTATIONS = (
     Mutation("scalar.cpp", "float(-zero_at(zeros, g, r)) * sums[g]", "float(zero_at(zeros, g, r)) * sums[g]", "scalar"),
     Mutation("avx2_w4a16.cpp", "0x1p-12f", "0x1p-11f", "avx2"),
-    Mutation("avx2_int16.cpp", "_mm256_srli_epi16(line, 12)", "_mm256_srli_epi16(line, 11)", "avx2"),
+    Mutation("avx2_int16.cpp", "_mm256_srli_epi16(line, 4 * N)", "_mm256_srli_epi16(line, 3 * N)", "avx2"),
     Mutation("avx2_w4a8.cpp", "_mm256_srli_epi16(line, 4)", "_mm256_srli_epi16(line, 3)", "avx2"),
+    Mutation("avx2_w4a8.cpp", "dot(sums[t][1], w1, v)", "dot(sums[t][1], w0, v)", "avx2_vnni"),
     Mutation("avx2_common.h", "_mm256_set1_ps(1.0f / 24)", "_mm256_set1_ps(1.0f / 23)", "avx2"),
     Mutation("avx512_w4a16.cpp", "_mm512_srli_epi32(line, 28)", "_mm512_srli_epi32(line, 27)", "avx512"),
     Mutation("avx512_int16.cpp", "_mm512_srli_epi16(line, 12)", "_mm512_srli_epi16(line, 11)", "avx512"),
