@@ -31,9 +31,11 @@ def test_logits_equal_stock_transformers(family, tmp_path):
     assert any("experts" in name for names in model.int4moe_report.paths.values() for name in names)
 
 
-def test_mixtral_in_its_other_naming(tmp_path):
+@pytest.mark.parametrize("experts", ["mlp.experts", "block_sparse_moe.experts"])
+def test_mixtral_in_its_other_namings(tmp_path, experts):
+    """transformers' own names; and AutoRound's, which mix the block's old name with the projections' new ones."""
     stock = stock_model("mixtral")
-    write_checkpoint(stock, "mixtral", tmp_path, naming=("mlp.experts", ("gate_proj", "up_proj", "down_proj")))
+    write_checkpoint(stock, "mixtral", tmp_path, naming=(experts, ("gate_proj", "up_proj", "down_proj")))
     model = int4moe_ipex.load(tmp_path, backend="reference", dtype="float32")
     torch.testing.assert_close(logits(model), logits(stock), rtol=1e-4, atol=1e-4)
 
