@@ -119,9 +119,10 @@ struct Int16 {
           const __m512i z = load_zeros(zeros[b], g);
 #pragma GCC unroll 12
           for (int t = 0; t < M; ++t) {
-            const int32_t sum = int_at(x[t] + tail + 4);
+            const auto sum = uint32_t(int_at(x[t] + tail + 4));  // any value at all where an activation is not finite
             for (int c = 1; c < C; ++c) acc[b][t][c] = _mm512_setzero_si512();
-            acc[b][t][0] = m.zeros ? _mm512_mullo_epi32(z, _mm512_set1_epi32(-sum)) : _mm512_set1_epi32(-8 * sum);
+            acc[b][t][0] = m.zeros ? _mm512_mullo_epi32(z, _mm512_set1_epi32(int32_t(0u - sum)))
+                                     : _mm512_set1_epi32(int32_t(0u - 8u * sum));
           }
         }
         for (; l < to; ++l) {

@@ -1,8 +1,14 @@
 // A whole layer and a linear through the driver: routing, permutations, biases, activations between the projections,
-// several threads. Each thread of an AMX row configures tiles of its own.
+// several threads, several callers at once, a forked child. Each thread of an AMX row configures tiles of its own.
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
 #include <cmath>
+#include <cstdio>
 #include <cstring>
 #include <memory>
+#include <thread>
 #include <vector>
 
 #include "cases.h"
@@ -175,6 +181,31 @@ class Layer {
   std::vector<float> weights_, x_;
 };
 
+// Callers on threads of their own, each with a team of its own; then a child process, which has none of the threads.
+void test_callers(Layer& layer, const Kernels& k, const std::string& name, FloatType type,
+                  const std::vector<uint8_t>& expected) {
+  std::atomic<int> wrong{0};
+  std::vector<std::thread> callers;
+  for (int i = 0; i < 4; ++i) {
+    callers.emplace_back([&, i] {
+      for (int n = 0; n < 3; ++n) wrong += layer.run(k, type, 1 + (i + n) % 3) != expected;
+    });
+  }
+  for (auto& caller : callers) caller.join();
+  check(wrong == 0, "%s: %d of 12 calls at once differ from a call alone", name.c_str(), wrong.load());
+#ifndef __SANITIZE_THREAD__  // ThreadSanitizer allows no new threads in the child of a process with threads
+  std::fflush(stdout);
+  const pid_t child = fork();
+  if (child == 0) {
+    alarm(60);
+    _exit(layer.run(k, type, 2) == expected ? 0 : 1);
+  }
+  int status = -1;
+  waitpid(child, &status, 0);
+  check(status == 0, "%s: after fork, two threads compute what one does (status %d)", name.c_str(), status);
+#endif
+}
+
 void test_linear(const Kernels& k, const std::string& name, FloatType type) {
   constexpr int kRows = 53, kColumns = 100;
   Random random(21);
@@ -224,6 +255,7 @@ void test_layer(const Kernels& k) {
     for (const int threads : {2, 5}) {
       check(layer.run(k, type, threads) == one, "%s: layer on %d threads has the bits of one", name.c_str(), threads);
     }
+    test_callers(layer, k, name, type, one);
     test_linear(k, name, type);
   }
 }
