@@ -5,7 +5,9 @@ import threading
 import pytest
 
 from tests.serve.client import Client
-from tests.serve.conftest import PROMPTS, TEMPLATE, Gate, InProcess, load_example, wait_for
+from tests.serve.conftest import PROMPTS, TEMPLATE, Gate, InProcess, load_example, need_server, wait_for
+
+need_server()
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,9 @@ import time
 import pytest
 
 from tests.serve.client import Client
-from tests.serve.conftest import EXAMPLE, PROMPTS
+from tests.serve.conftest import EXAMPLE, PROMPTS, need_server
+
+need_server()
 
 
 class Process:
