@@ -17,6 +17,8 @@ from int4moe_ipex.cpu import detect
 NAME = "int4moe"
 # Either of these for several sequences of different lengths (serve/batch.py).
 ROWS = "int4moe_rows"
+# Products below which one thread is enough: waking another takes as long.
+ALONE = 1 << 20
 # Arguments of the interface that change nothing once there is no mask; any other that is set goes to sdpa.
 HARMLESS = frozenset({"sliding_window", "position_ids", "use_cache", "output_router_logits", "cache_position"})
 
@@ -85,6 +87,7 @@ def _run(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: f
     batch, heads, tokens, head_dim = query.shape
     _, kv_heads, keys, value_dim = value.shape
     out = torch.empty(batch, tokens, heads, value_dim, dtype=query.dtype)
+    small = batch * heads * tokens * keys * (head_dim + value_dim) < ALONE
     native._native.attention(
         FLOAT_TYPES[query.dtype],
         batch,
@@ -102,6 +105,6 @@ def _run(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: f
         value.stride()[:3],
         out.data_ptr(),
         head_dim**-0.5 if scaling is None else scaling,
-        torch.get_num_threads(),
+        1 if small else torch.get_num_threads(),
     )
     return out

@@ -19,6 +19,7 @@ from int4moe_ipex.models import attention
 
 DTYPES = {torch.bfloat16: 1, torch.float32: 2}  # csrc/core/layout.h
 MAX_EXPERTS = 1024  # csrc/core/elementwise.cpp
+FIRST_POSITIONS = 512  # of a rotary table; it doubles from there
 
 
 def _plain(*tensors: torch.Tensor) -> bool:
@@ -65,6 +66,23 @@ class FusedLinear:
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         y = _few_tokens(input, self.weight, self.bias)
         return super().forward(input) if y is None else y
+
+
+class FusedRotaryEmbedding:
+    """Rows of a table that transformers' own forward has computed once, instead of the functions at every step."""
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor):
+        if torch.compiler.is_compiling() or not position_ids.numel():
+            return super().forward(x, position_ids)
+        if int(position_ids.min()) < 0:
+            return super().forward(x, position_ids)
+        needed = int(position_ids.max()) + 1
+        tables = self.__dict__.get("_tables")
+        if tables is None or tables[0].shape[0] < needed or tables[0].dtype is not x.dtype:
+            room = max(FIRST_POSITIONS, 2 * needed)
+            cos, sin = super().forward(x, torch.arange(room)[None])
+            tables = self.__dict__["_tables"] = (cos[0], sin[0])
+        return tables[0][position_ids], tables[1][position_ids]
 
 
 class FusedAttention:
@@ -185,6 +203,7 @@ def _few_tokens(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 # Classes of transformers whose forward is known to be what the fused one computes, by name in their own module.
 NORMS = {f"{f}RMSNorm" for f in ("Qwen2Moe", "Qwen3Moe", "Mixtral", "Olmoe", "DeepseekV2", "DeepseekV3", "Glm4Moe")}
 ATTENTIONS = {"Qwen2MoeAttention", "Qwen3MoeAttention", "MixtralAttention"}
+ROTARY = {f"{f}RotaryEmbedding" for f in ("Qwen2Moe", "Qwen3Moe", "Mixtral", "Olmoe", "DeepseekV3", "Glm4Moe")}
 ROUTERS = {"Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter", "OlmoeTopKRouter", "MixtralTopKRouter"}
 
 
@@ -198,6 +217,9 @@ def _fusion(module: nn.Module) -> type | None:
         return FusedRMSNorm
     if cls.__name__ in ROUTERS and module.num_experts <= MAX_EXPERTS:
         return FusedTopKRouter
+    # Other kinds change their frequencies with the length of the sequence.
+    if cls.__name__ in ROTARY and module.rope_type == "default":
+        return FusedRotaryEmbedding
     if cls.__name__ in ATTENTIONS and _heads_are_plain(module):
         return FusedAttention
     return None

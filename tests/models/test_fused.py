@@ -7,7 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers.models.mixtral.modeling_mixtral import MixtralConfig, MixtralTopKRouter
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeRMSNorm, Qwen3MoeTopKRouter
+from transformers.models.qwen3_moe.modeling_qwen3_moe import (
+    Qwen3MoeConfig,
+    Qwen3MoeRMSNorm,
+    Qwen3MoeRotaryEmbedding,
+    Qwen3MoeTopKRouter,
+)
 
 import int4moe_ipex
 from int4moe_ipex.backends import native
@@ -71,6 +76,22 @@ def test_router(dtype, tokens, kind):
     assert (ids == want_ids).float().mean() > (0.999 if dtype is torch.float32 else 0.9)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rotary_tables(dtype, monkeypatch):
+    monkeypatch.setattr(fused, "FIRST_POSITIONS", 8)
+    stock = Qwen3MoeRotaryEmbedding(Qwen3MoeConfig(hidden_size=64, num_attention_heads=4, head_dim=16))
+    ours = as_fused(stock)
+    x = torch.zeros(1, dtype=dtype)
+    for positions in ([[0]], [[5, 6, 7], [1, 2, 3]], [[8]], [list(range(40))], [[1000, 3]], [[-1, 2]]):
+        for a, b in zip(ours(x, torch.tensor(positions)), stock(x, torch.tensor(positions))):
+            assert torch.equal(a, b) and a.dtype is dtype
+
+
+def test_rotary_kinds_that_depend_on_the_length_stay():
+    scaled = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    assert fused._fusion(Qwen3MoeRotaryEmbedding(Qwen3MoeConfig(rope_parameters=scaled))) is None
+
+
 def test_router_with_nan_still_gives_valid_ids():
     stock = Qwen3MoeTopKRouter(Qwen3MoeConfig(hidden_size=32, num_experts=6, num_experts_per_tok=3))
     ours = as_fused(stock.requires_grad_(False))
@@ -101,7 +122,7 @@ def test_a_whole_model_agrees_with_itself_unfused(dtype):
     with torch.inference_mode():
         ours = model(ids).logits
         for module in model.modules():
-            if isinstance(module, (fused.FusedRMSNorm, fused.FusedAttention, fused.FusedTopKRouter, fused.FusedLinear)):
+            if type(module).__module__ == fused.__name__:
                 module.__class__ = type(module).__mro__[2]
         model.config._attn_implementation = "sdpa"
         stock = model(ids).logits
