@@ -89,6 +89,13 @@ class NativeLinear:
         return {"packed": self.blob}
 
 
+def status() -> tuple[bool, str]:
+    """Whether the C++ core is built here, and the rows that this CPU runs or what is missing."""
+    if _native is None:
+        return False, BUILD_PROBLEM
+    return True, ", ".join(f"{isa}/{compute}" for (isa, compute), usable in rows().items() if usable)
+
+
 def rows() -> dict[tuple[str, str], bool]:
     """(isa, compute) of every row of this build, narrow to wide -> whether the core may run it on this CPU."""
     if _native is None:
