@@ -87,12 +87,13 @@ def test_act_order(isa, compute, shared, gen):
 
 
 @pytest.mark.parametrize("isa", [row[0] for row in ROWS if row[1] == "w4a16"])
-def test_result_does_not_depend_on_the_batch_or_threads(isa, gen):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_result_does_not_depend_on_the_batch_or_threads(isa, dtype, gen):
     skip_unless_row(isa, "w4a16")
     spec, stored = layer(gen, 4, hidden=64, intermediate=160, group_size=32, symmetric=False)
-    packed = pack(spec, stored, run_config(isa, "w4a16"))
+    packed = pack(spec, stored, run_config(isa, "w4a16", dtype))
     ids, weights = routing(gen, 230, 2, 4)
-    x = torch.randn(230, 64, generator=gen)
+    x = torch.randn(230, 64, generator=gen).to(dtype)
     whole = BACKEND.experts_forward(packed, x, ids, weights)
     for part in (slice(0, 1), slice(3, 5), slice(7, 10), slice(11, 40), slice(50, 229)):
         assert torch.equal(BACKEND.experts_forward(packed, x[part], ids[part], weights[part]), whole[part])
