@@ -6,7 +6,6 @@
 #include "core/cpu_features.h"
 #include "core/threads.h"
 #include "isa/avx2_dense.h"
-#include "isa/float_bits.h"
 
 namespace int4moe {
 
@@ -19,14 +18,9 @@ void dense_linear(int tokens, int64_t rows, int64_t columns, const uint16_t* x, 
   const std::unique_ptr<float, decltype(&std::free)> memory(
       static_cast<float*>(std::aligned_alloc(64, size_t(tokens) * size_t(columns) * 4)), &std::free);
   float* wide = memory.get();
-  // Even columns before odd ones, 16 at a time: a mask or a shift of 16 weights gives the same order.
-  for (int64_t t = 0; t < tokens; ++t) {
-    for (int64_t k = 0; k < columns; ++k) {
-      wide[t * columns + k / 16 * 16 + k % 2 * 8 + k % 16 / 2] = bf16_to_float(x[t * columns + k]);
-    }
-  }
-  // A thread wakes in the time of about 100 KB of reading.
-  if (rows * columns * 2 < 200'000) threads = 1;
+  avx2::widen(int64_t(tokens) * columns, x, wide);
+  // A thread wakes in the time that another reads a megabyte.
+  if (rows * columns * 2 < 1 << 20) threads = 1;
   parallel(threads, [&](const Team& team) {
     const int64_t first = rows * team.id / team.size, last = rows * (team.id + 1) / team.size;
     for (int from = 0; from < tokens; from += avx2::kDenseTile) {

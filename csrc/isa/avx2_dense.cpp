@@ -45,6 +45,15 @@ void rows_of(int64_t first, int64_t last, int64_t rows, int64_t columns, const f
 
 }  // namespace
 
+void widen(int64_t count, const uint16_t* x, float* dst) {
+  const __m256i high = _mm256_set1_epi32(int(0xffff0000u));
+  for (int64_t i = 0; i < count; i += 16) {
+    const __m256i v = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x + i));
+    _mm256_store_ps(dst + i, _mm256_castsi256_ps(_mm256_slli_epi32(v, 16)));
+    _mm256_store_ps(dst + i + 8, _mm256_castsi256_ps(_mm256_and_si256(v, high)));
+  }
+}
+
 void dense_rows(int tokens, int64_t first, int64_t last, int64_t rows, int64_t columns, const float* x, const uint16_t* w,
                 const uint16_t* bias, uint16_t* y) {
   const auto fn = tokens == 1 ? rows_of<1> : tokens == 2 ? rows_of<2> : rows_of<3>;

@@ -45,6 +45,7 @@ WEIGHT_TYPES = FLOAT_TYPES | {torch.float64: 3}
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu2": 3, "swiglu_clamped": 4}
 PROJECTIONS = ("gate", "up", "down")
 LINE = 8  # columns of a line: groups are whole lines
+ALONE = 1 << 20  # products of a linear that one thread computes in the time that another needs to wake
 
 
 @dataclass(frozen=True, eq=False)
@@ -454,9 +455,10 @@ def run_linear(handle, address: int, in_features: int, out_features: int, x: tor
     flat = x if x.dim() == 2 else x.reshape(-1, in_features)
     if flat.stride(1) != 1:
         flat = flat.contiguous()
+    small = flat.shape[0] * in_features * out_features <= ALONE
     handle.forward(
         address,
-        torch.get_num_threads(),
+        1 if small else torch.get_num_threads(),
         x_type,
         flat.shape[0],
         flat.data_ptr(),
