@@ -42,7 +42,7 @@ def test_hooks_are_gone_afterwards_and_after_an_error(models):
     experts = model.model.layers[0].mlp.experts
     expert_use.expert_use(model, [1, 2])
     assert not experts._forward_pre_hooks
-    with pytest.raises(IndexError):
+    with pytest.raises((IndexError, RuntimeError)):  # by torch's release
         expert_use.expert_use(model, [10**6])
     assert not experts._forward_pre_hooks
 

@@ -32,6 +32,8 @@ from tests.weights import exact_moe, random_expert, relative_error
 
 CHECKPOINT = "tiny-qwen3moe-gptq-sym-g128"
 PERPLEXITY_TOKENS = 64
+# Variable that leaves the perplexities out when it is 0: importing transformers' models alone takes an emulated CPU minutes.
+PERPLEXITY = "INT4MOE_GUEST_PERPLEXITY"
 # tests/csrc has the fine bounds; these are the design's.
 BOUNDS = {("w4a16", torch.bfloat16): 4e-3, ("w4a16", torch.float16): 1e-3, ("w4a16", torch.float32): 2e-5}
 W4A8_BOUND = 1.5e-2
@@ -166,6 +168,8 @@ def checks(folder: Path, isas: list[str]) -> list[tuple[str, Callable[[], None]]
             for dtype in (torch.bfloat16, torch.float16, torch.float32):
                 name = f"{isa} {compute} layer {str(dtype).removeprefix('torch.')}"
                 found.append((name, lambda i=isa, c=compute, d=dtype: check_layer(i, c, d)))
+            if os.environ.get(PERPLEXITY, "1") == "0":
+                continue
             name = f"{isa} {compute} perplexity"
             found.append((name, lambda i=isa, c=compute: check_perplexity(folder, i, c, reference())))
     return found
