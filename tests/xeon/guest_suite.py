@@ -32,7 +32,7 @@ from tests.weights import exact_moe, random_expert, relative_error
 
 CHECKPOINT = "tiny-qwen3moe-gptq-sym-g128"
 PERPLEXITY_TOKENS = 64
-# Variable that leaves the perplexities out when it is 0: importing transformers' models alone takes an emulated CPU minutes.
+# At 0 the perplexities are left out: importing the models of transformers alone takes an emulated CPU minutes.
 PERPLEXITY = "INT4MOE_GUEST_PERPLEXITY"
 # tests/csrc has the fine bounds; these are the design's.
 BOUNDS = {("w4a16", torch.bfloat16): 4e-3, ("w4a16", torch.float16): 1e-3, ("w4a16", torch.float32): 2e-5}
