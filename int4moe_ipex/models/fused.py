@@ -154,7 +154,7 @@ class FusedTopKRouter:
         if not _plain(hidden_states, self.weight):
             return super().forward(hidden_states)
         hidden_states = hidden_states.reshape(-1, self.hidden_dim)
-        logits = _few_tokens(hidden_states, self.weight, None) if attention.available() else None
+        logits = _few_tokens(hidden_states, self.weight, None)
         if logits is None:
             logits = F.linear(hidden_states, self.weight)
         tokens = logits.shape[0]
@@ -209,7 +209,7 @@ ROUTERS = {"Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter", "OlmoeTopKRouter", "Mixtr
 
 def _fusion(module: nn.Module) -> type | None:
     cls = type(module)
-    if cls is nn.Linear and module.weight.dtype is torch.bfloat16 and attention.available():
+    if cls is nn.Linear and module.weight.dtype is torch.bfloat16:
         return FusedLinear
     if not cls.__module__.startswith("transformers.models."):
         return None
@@ -237,14 +237,14 @@ def _fused_class(fusion: type, cls: type) -> type:
 
 
 def fuse(model: nn.Module, keep_attention: bool = False) -> dict[str, int]:
-    """Turns the modules that can be into fused ones, in place; class name -> how many. Needs the native core.
+    """Turns the modules that can be into fused ones, in place; class name -> how many. Needs AVX2 and the core.
 
     `keep_attention` leaves the model's attention implementation as it is.
     """
     fused: dict[str, int] = {}
-    if native._native is None:
+    if not attention.available():
         return fused
-    if attention.available() and not keep_attention and model.config._attn_implementation == "sdpa":
+    if not keep_attention and model.config._attn_implementation == "sdpa":
         attention.register()
         model.config._attn_implementation = attention.NAME
     for module in model.modules():
