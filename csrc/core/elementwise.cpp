@@ -1,28 +1,16 @@
 #include "core/elementwise.h"
 
-#include "core/cpu_features.h"
 #include "core/threads.h"
-#include "isa/elementwise.h"
+#include "isa/avx2_elementwise.h"
 
 namespace int4moe {
+
+#ifdef INT4MOE_HAVE_AVX2
+
 namespace {
 
 // Work below this many elements is done by the calling thread: waking others takes longer.
 constexpr int64_t kAlone = 1 << 15;
-
-bool wide() {
-#ifdef INT4MOE_HAVE_AVX2
-  return cpu_features() & kAvx2;
-#else
-  return false;
-#endif
-}
-
-#ifdef INT4MOE_HAVE_AVX2
-#define INT4MOE_PICK(FUNCTION) (wide() ? avx2::FUNCTION : scalar::FUNCTION)
-#else
-#define INT4MOE_PICK(FUNCTION) scalar::FUNCTION
-#endif
 
 // fn(row) for every row, rows in equal parts to the threads.
 template <class F>
@@ -40,21 +28,26 @@ void each_row(int64_t rows, int64_t columns, int threads, F&& fn) {
 
 void rms_norm(FloatType type, int64_t rows, int64_t columns, const void* x, const void* weight, float eps, void* y,
               int threads) {
-  const auto one = INT4MOE_PICK(rms_norm_row);
   const int64_t bytes = columns * (type == FloatType::kFloat32 ? 4 : 2);
   each_row(rows, columns, threads, [&](int64_t r) {
-    one(type, columns, static_cast<const char*>(x) + r * bytes, weight, eps, static_cast<char*>(y) + r * bytes);
+    avx2::rms_norm_row(type, columns, static_cast<const char*>(x) + r * bytes, weight, eps, static_cast<char*>(y) + r * bytes);
   });
 }
 
 void rotate(const Rotary& r, int threads) {
-  const auto one = INT4MOE_PICK(rotate_one);
-  each_row(r.rows, int64_t(r.heads) * r.head_dim, threads, [&](int64_t row) { one(r, row); });
+  each_row(r.rows, int64_t(r.heads) * r.head_dim, threads, [&](int64_t row) { avx2::rotate_one(r, row); });
 }
 
 void softmax_top_k(const TopK& t, int threads) {
-  const auto one = INT4MOE_PICK(top_k_one);
-  each_row(t.tokens, int64_t(t.experts) * t.top_k, threads, [&](int64_t token) { one(t, token); });
+  each_row(t.tokens, int64_t(t.experts) * t.top_k, threads, [&](int64_t token) { avx2::top_k_one(t, token); });
 }
+
+#else
+
+void rms_norm(FloatType, int64_t, int64_t, const void*, const void*, float, void*, int) {}
+void rotate(const Rotary&, int) {}
+void softmax_top_k(const TopK&, int) {}
+
+#endif
 
 }  // namespace int4moe

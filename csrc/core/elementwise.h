@@ -1,5 +1,5 @@
 // What a decoder layer does between its matrix products, fused: one pass where torch needs eight operators. At one token
-// the operators' own cost is most of the time outside the experts.
+// the operators' own cost is most of the time outside the experts. AVX2 only: core/dense.h's dense_available() says so.
 #pragma once
 
 #include <cstdint>

@@ -1,2 +1,133 @@
-#define INT4MOE_ROWS avx2
-#include "isa/elementwise_rows.h"
+// Plain C++ that the compiler turns into vectors.
+#include "isa/avx2_elementwise.h"
+
+#include "isa/float_bits.h"
+
+namespace int4moe {
+namespace avx2 {
+namespace {
+
+constexpr int kLanes = 16;
+
+struct Float {
+  using Stored = float;
+  static float load(float v) { return v; }
+  static float store(float v) { return v; }
+};
+
+struct BFloat {
+  using Stored = uint16_t;
+  static float load(uint16_t v) { return bf16_to_float(v); }
+  static uint16_t store(float v) { return float_to_bf16(v); }
+};
+
+template <class T>
+float round_to(float v) {
+  return T::load(T::store(v));
+}
+
+// 16 sums side by side: the order does not depend on the thread, and the compiler can use vectors.
+template <class T>
+float inverse_rms(const typename T::Stored* x, int64_t n, float eps) {
+  float lanes[kLanes] = {};
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    for (int l = 0; l < kLanes; ++l) {
+      const float v = T::load(x[i + l]);
+      lanes[l] += v * v;
+    }
+  }
+  for (; i < n; ++i) lanes[0] += T::load(x[i]) * T::load(x[i]);
+  float sum = 0;
+  for (const float lane : lanes) sum += lane;
+  return 1.0f / __builtin_sqrtf(sum / float(n) + eps);
+}
+
+template <class T>
+void normalise(const typename T::Stored* x, const typename T::Stored* weight, int64_t n, float eps,
+               typename T::Stored* y) {
+  const float inverse = inverse_rms<T>(x, n, eps);
+#pragma GCC ivdep
+  for (int64_t i = 0; i < n; ++i) y[i] = T::store(T::load(weight[i]) * round_to<T>(T::load(x[i]) * inverse));
+}
+
+template <class T>
+void rotate_row(const Rotary& r, int64_t row) {
+  using Stored = typename T::Stored;
+  const int n = r.head_dim, half = n / 2;
+  const int64_t at = (row % r.cos_rows) * n;
+  const Stored *cos = static_cast<const Stored*>(r.cos) + at, *sin = static_cast<const Stored*>(r.sin) + at;
+  for (int h = 0; h < r.heads; ++h) {
+    Stored* x = static_cast<Stored*>(r.x) + (row * r.heads + h) * n;
+    if (r.norm) normalise<T>(x, static_cast<const Stored*>(r.norm), n, r.eps, x);
+#pragma GCC ivdep
+    for (int i = 0; i < half; ++i) {
+      const float a = T::load(x[i]), b = T::load(x[i + half]);
+      x[i] = T::store(a * T::load(cos[i]) - b * T::load(sin[i]));
+      x[i + half] = T::store(b * T::load(cos[i + half]) + a * T::load(sin[i + half]));
+    }
+  }
+}
+
+float greatest(const float* p, int n) {
+  float most = p[0];
+  for (int i = 1; i < n; ++i) most = p[i] > most ? p[i] : most;
+  return most;
+}
+
+constexpr int kMaxExperts = 1024;
+
+template <class T>
+void top_k_row(const TopK& t, int64_t token) {
+  const auto* logits = static_cast<const typename T::Stored*>(t.logits) + token * t.experts;
+  float p[kMaxExperts];
+  for (int e = 0; e < t.experts; ++e) p[e] = T::load(logits[e]);
+  const float most = greatest(p, t.experts);
+  float sum = 0;
+  for (int e = 0; e < t.experts; ++e) sum += p[e] = __builtin_expf(p[e] - most);
+  for (int e = 0; e < t.experts; ++e) p[e] /= sum;
+
+  int64_t* ids = t.ids + token * t.top_k;
+  float score[kMaxExperts], chosen = 0;
+  bool taken[kMaxExperts] = {};
+  for (int k = 0; k < t.top_k; ++k) {
+    int best = -1;  // with NaN every comparison fails: still a valid id
+    for (int e = 0; e < t.experts; ++e) {
+      if (!taken[e] && (best < 0 || p[e] > p[best])) best = e;
+    }
+    taken[best] = true;
+    ids[k] = best;
+    chosen += score[k] = p[best];
+  }
+  for (int k = 0; k < t.top_k; ++k) {
+    const float v = t.normalise ? score[k] / chosen : score[k];
+    if (t.score_type == FloatType::kBFloat16) {
+      static_cast<uint16_t*>(t.scores)[token * t.top_k + k] = float_to_bf16(v);
+    } else {
+      static_cast<float*>(t.scores)[token * t.top_k + k] = v;
+    }
+  }
+}
+
+}  // namespace
+
+void rms_norm_row(FloatType type, int64_t columns, const void* x, const void* weight, float eps, void* y) {
+  if (type == FloatType::kBFloat16) {
+    normalise<BFloat>(static_cast<const uint16_t*>(x), static_cast<const uint16_t*>(weight), columns, eps,
+                      static_cast<uint16_t*>(y));
+  } else {
+    normalise<Float>(static_cast<const float*>(x), static_cast<const float*>(weight), columns, eps,
+                     static_cast<float*>(y));
+  }
+}
+
+void rotate_one(const Rotary& r, int64_t row) {
+  r.type == FloatType::kBFloat16 ? rotate_row<BFloat>(r, row) : rotate_row<Float>(r, row);
+}
+
+void top_k_one(const TopK& t, int64_t token) {
+  t.type == FloatType::kBFloat16 ? top_k_row<BFloat>(t, token) : top_k_row<Float>(t, token);
+}
+
+}  // namespace avx2
+}  // namespace int4moe
