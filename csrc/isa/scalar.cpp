@@ -82,13 +82,16 @@ void prepare_i(const Matrix& m, const float* x, uint8_t* row) {
     const int to = from + m.group_size < m.columns ? from + m.group_size : m.columns;
     float largest = 0;
     for (int k = from; k < to; ++k) largest = std::fabs(x[k]) > largest ? std::fabs(x[k]) : largest;
-    const float inverse = largest > 0 ? 127.0f / largest : 0.0f;
+    float nothing = 0;  // or NaN once a value is not finite
+    for (int k = from; k < to; ++k) nothing += x[k] * 0.0f;
+    // Below 1e-30 the inverse would overflow, and nothing that small matters.
+    const float inverse = largest > 1e-30f ? 127.0f / largest : 0.0f;
     int sum = 0;
     for (int k = from; k < to; ++k) {
       values[k] = int8_t(std::lrintf(x[k] * inverse));
       sum += values[k];
     }
-    scales[g] = largest / 127.0f;
+    scales[g] = largest / 127.0f + nothing;
     sums[g] = sum;
   }
 }

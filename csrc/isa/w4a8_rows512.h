@@ -35,12 +35,15 @@ inline void w4a8_prepare(const Matrix& m, const float* x, uint8_t* row) {
   }
   for (int g = 0; g < m.groups; ++g) {
     const int from = g * m.group_size, to = from + m.group_size < m.columns ? from + m.group_size : m.columns;
-    __m512 most = _mm512_setzero_ps();
+    __m512 most = _mm512_setzero_ps(), nothing = _mm512_setzero_ps();
     for (int k = from; k < to; k += 16) {
-      most = _mm512_max_ps(most, _mm512_abs_ps(_mm512_maskz_loadu_ps(first_lanes(size_t(to - k)), x + k)));
+      const __m512 v = _mm512_maskz_loadu_ps(first_lanes(size_t(to - k)), x + k);
+      most = _mm512_max_ps(most, _mm512_abs_ps(v));
+      nothing = _mm512_fmadd_ps(v, _mm512_setzero_ps(), nothing);  // 0, or NaN once a value is not finite
     }
     const float largest = _mm512_reduce_max_ps(most);
-    const __m512 inverse = _mm512_set1_ps(largest > 0 ? 127.0f / largest : 0.0f);
+    // Below 1e-30 the inverse would overflow, and nothing that small matters.
+    const __m512 inverse = _mm512_set1_ps(largest > 1e-30f ? 127.0f / largest : 0.0f);
     __m512i sum = _mm512_setzero_si512();
     for (int k = from; k < to; k += 16) {
       const __mmask16 lanes = first_lanes(size_t(to - k));
@@ -48,7 +51,7 @@ inline void w4a8_prepare(const Matrix& m, const float* x, uint8_t* row) {
       sum = _mm512_add_epi32(sum, q);
       _mm512_mask_cvtsepi32_storeu_epi8(row + k, lanes, q);
     }
-    const float scale = largest * (1.0f / 127.0f);
+    const float scale = largest * (1.0f / 127.0f) + _mm512_reduce_add_ps(nothing);
     const int32_t total = _mm512_reduce_add_epi32(sum);
     __builtin_memcpy(row + values + 4 * size_t(g), &scale, 4);
     __builtin_memcpy(row + values + 4 * size_t(m.groups + g), &total, 4);

@@ -106,6 +106,32 @@ def test_result_does_not_depend_on_the_batch_or_threads(isa, dtype, gen):
         torch.set_num_threads(threads)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize(("isa", "compute"), ROWS)
+def test_what_is_not_finite_stays_so_in_its_token_alone(isa, compute, value, dtype, gen):
+    skip_unless_row(isa, compute)
+    spec, stored = layer(gen, 3, hidden=64, intermediate=32, group_size=32)
+    packed = pack(spec, stored, run_config(isa, compute, dtype))
+    x = torch.randn(3, 64, generator=gen).to(dtype)
+    ids, weights = routing(gen, 3, 2, 3)
+    clean = BACKEND.experts_forward(packed, x, ids, weights)
+    x[1, 40] = value
+    y = BACKEND.experts_forward(packed, x, ids, weights)
+    assert not y[1].isfinite().any()
+    assert torch.equal(y[[0, 2]], clean[[0, 2]])
+
+
+@pytest.mark.parametrize(("isa", "compute"), ROWS)
+def test_activations_below_the_normal_numbers(isa, compute, gen):
+    skip_unless_row(isa, compute)
+    spec, stored = layer(gen, 2, hidden=32, intermediate=32, group_size=32)
+    packed = pack(spec, stored, run_config(isa, compute))
+    ids, weights = routing(gen, 2, 1, 2)
+    y = BACKEND.experts_forward(packed, torch.full((2, 32), 1e-39), ids, weights)
+    assert y.isfinite().all() and y.abs().max() < 1e-30
+
+
 @pytest.mark.parametrize(("isa", "compute"), ROWS)
 def test_sentinels_nan_weights_repeats_and_strides(isa, compute, gen):
     skip_unless_row(isa, compute)
