@@ -48,6 +48,8 @@ class Checkpoint:
         quantization: the quantization config, merged from config.json and its side files, or None. Unparsed;
             `checkpoint.scheme` gives it meaning.
         warnings: one line for everything odd that was found and did not stop the opening.
+        problems: one line for each tensor that is in two shards or not where the index puts it; empty unless opened
+            with `collect=True`.
     """
 
     def __init__(
@@ -57,18 +59,24 @@ class Checkpoint:
         headers: dict[str, TensorHeader],
         quantization: dict[str, Any] | None,
         warnings: list[str],
+        problems: list[str] | None = None,
     ):
         self.path = path
         self.config = config
         self.headers = headers
         self.quantization = quantization
         self.warnings = warnings
+        self.problems = problems or []
         self._maps: dict[Path, torch.Tensor] = {}
         self._said: set[str] = set()
 
     @classmethod
-    def open(cls, path: str | Path) -> Checkpoint:
+    def open(cls, path: str | Path, *, collect: bool = False) -> Checkpoint:
         """Reads the configs and all headers of a local folder; no tensor data.
+
+        Args:
+            collect: keep tensors that are duplicated or absent in `problems` instead of raising, for a caller that
+                goes on to find more and names all of them at once.
 
         Raises:
             CheckpointError: no such folder, no config.json, no safetensors, a shard that is missing, truncated or
@@ -84,9 +92,11 @@ class Checkpoint:
         warnings: list[str] = []
         config = _read_json(folder / "config.json")
         files, index = _find_shards(folder, warnings)
-        headers = _read_shards(folder, files, index, warnings)
+        headers, problems = _read_shards(folder, files, index, warnings)
+        if problems and not collect:
+            raise MissingTensorsError(str(folder), problems)
         quantization = _merge_quantization(folder, config, warnings)
-        return cls(folder, config, headers, quantization, warnings)
+        return cls(folder, config, headers, quantization, warnings, problems)
 
     def tensor(self, name: str) -> torch.Tensor:
         """The tensor as a view of the memory-mapped file: shape and dtype as stored, no copy.
@@ -217,7 +227,8 @@ def _read_index(file: Path) -> dict[str, str]:
 
 def _read_shards(
     folder: Path, files: list[str], index: dict[str, str] | None, warnings: list[str]
-) -> dict[str, TensorHeader]:
+) -> tuple[dict[str, TensorHeader], list[str]]:
+    """All headers by tensor name, and a line for each tensor that is duplicated or not where the index puts it."""
     headers: dict[str, TensorHeader] = {}
     problems: list[str] = []
     for name in files:
@@ -236,11 +247,9 @@ def _read_shards(
         if unnamed:
             shown = ", ".join(unnamed[:3]) + (", ..." if len(unnamed) > 3 else "")
             warnings.append(f"the index does not name {len(unnamed)} stored tensor(s), which are used: {shown}")
-    if problems:
-        raise MissingTensorsError(str(folder), problems)
     if not headers:
         raise CheckpointError(f"{folder}: its safetensors files hold no tensors")
-    return headers
+    return headers, problems
 
 
 def _merge_quantization(folder: Path, config: dict[str, Any], warnings: list[str]) -> dict[str, Any] | None:

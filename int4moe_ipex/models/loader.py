@@ -148,7 +148,7 @@ class Prepared:
 
 def prepare(path: str | Path, settings: Config, attn_implementation: str | None = None) -> Prepared:
     """Everything that a load decides before it reads or allocates a tensor. Raises what `load` raises for that."""
-    checkpoint = Checkpoint.open(path)
+    checkpoint = Checkpoint.open(path, collect=True)
     family = family_of(checkpoint.config)
     activation = activation_of(checkpoint.config)
     infos, problems = formats.survey(checkpoint)

@@ -1,6 +1,6 @@
 """What a load will do, decided from headers alone: which tensors of the checkpoint become which module.
 
-Every problem (a missing, unknown, duplicated or mis-shaped tensor) is found here, before anything is allocated.
+Every problem (a missing, unknown, duplicated or mis-shaped tensor) is known here, before anything is allocated.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class _Planner:
     ):
         self.family, self.checkpoint, self.infos, self.faulty = family, checkpoint, infos, faulty
         self.plan = LoadPlan()
-        self.problems: list[str] = [line for found in faulty.values() for line in found]
+        self.problems = [*checkpoint.problems, *(line for found in faulty.values() for line in found)]
         self.used: set[str] = set()
 
     def use(self, info: LinearInfo) -> None:

@@ -76,7 +76,7 @@ def summarize(path: str | Path) -> Summary:
     Raises:
         CheckpointError: the folder cannot be read as a checkpoint at all.
     """
-    checkpoint = Checkpoint.open(path)
+    checkpoint = Checkpoint.open(path, collect=True)
     model_type = checkpoint.config.get("model_type")
     summary = Summary(
         path=str(checkpoint.path),
@@ -85,6 +85,7 @@ def summarize(path: str | Path) -> Summary:
         quant_method=(checkpoint.quantization or {}).get("quant_method"),
         nbytes=sum(header.nbytes for header in checkpoint.headers.values()),
         warnings=list(checkpoint.warnings),
+        problems=list(checkpoint.problems),
     )
     if not summary.supported:
         summary.problems.append(f"model_type {model_type!r} is not supported yet")

@@ -48,9 +48,12 @@ def test_every_kind_of_problem_is_named_at_once(checkpoint, nothing_is_read):
         tensors["model.layers.1.mlp.experts.9.up_proj.weight"] = torch.zeros(32, 64)
 
     change(checkpoint, edit)
+    duplicated = "model.layers.1.mlp.experts.2.up_proj.weight_packed"
+    kept = load_file(checkpoint / "model.safetensors")[duplicated]
+    save_file({duplicated: kept}, checkpoint / "other.safetensors")
     with pytest.raises(MissingTensorsError) as error:
         int4moe_ipex.load(checkpoint)
-    expected = [*tensors_gone, *modules_gone, misshaped, "model.norm.weight"]
+    expected = [*tensors_gone, *modules_gone, misshaped, duplicated, "model.norm.weight"]
     expected.append("model.layers.1.mlp.experts.9.up_proj.weight")
     named = [line.partition(":")[0].removesuffix(".weight") for line in error.value.problems]
     assert sorted(named) == sorted(name.removesuffix(".weight") for name in expected)
