@@ -14,8 +14,10 @@ import time
 
 import torch
 
-from int4moe_ipex.backends import native
 from int4moe_ipex.backends.base import RunConfig
+from int4moe_ipex.backends.native import NativeBackend
+from int4moe_ipex.backends.native.core import core_layout
+from int4moe_ipex.backends.native.packing import pack_projection
 from int4moe_ipex.bench.layer import LayerCase
 from int4moe_ipex.bench.shapes import layer_shape
 from int4moe_ipex.packing.layout import NativeLayout, allocate
@@ -30,7 +32,7 @@ def measure(case: LayerCase, rounds: int) -> tuple[float, float]:
     made = [case.expert(i) for i in range(MADE)]
     experts = [made[i % MADE] for i in range(spec.num_experts)]
     layout = NativeLayout.of_experts(spec)
-    core = native._native.Layout(layout.experts, list(layout.numbers))
+    core = core_layout(layout)
     blob = allocate(core.total_bytes).fill_(0)
     best = float("inf")
     for _ in range(rounds):
@@ -38,11 +40,11 @@ def measure(case: LayerCase, rounds: int) -> tuple[float, float]:
         for index, expert in enumerate(experts):
             fold = expert.down.weight.perm
             for projection, linear in enumerate((expert.gate, expert.up, expert.down)):
-                native._pack_one(core, blob, index, projection, linear, None if projection == 2 else fold)
+                pack_projection(core, blob, index, projection, linear, None if projection == 2 else fold)
         best = min(best, time.perf_counter() - start)
     run = RunConfig(compute="w4a16", dtype=torch.bfloat16)
     start = time.perf_counter()
-    native.NativeBackend().pack_experts(spec, iter(experts), run)
+    NativeBackend().pack_experts(spec, iter(experts), run)
     return best, time.perf_counter() - start
 
 

@@ -1,4 +1,4 @@
-// The Python boundary: numbers and addresses only. Python (backends/native.py) has checked shapes, dtypes, devices and
+// The Python boundary: numbers and addresses only. Python (backends/native/) has checked shapes, dtypes, devices and
 // strides before it calls; ids are checked here, before any work.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>

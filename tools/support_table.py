@@ -16,8 +16,9 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
-from int4moe_ipex.backends import ipex, native, onednn, torch_int4  # noqa: E402
+from int4moe_ipex.backends import ipex, onednn, torch_int4  # noqa: E402
 from int4moe_ipex.backends.base import LinearSpec  # noqa: E402
+from int4moe_ipex.backends.native.backend import linear_problem  # noqa: E402
 from int4moe_ipex.backends.onednn.backend import GROUP_STEP  # noqa: E402
 from int4moe_ipex.backends.select import ANY, TABLE  # noqa: E402
 from int4moe_ipex.checkpoint.refuse import METHODS  # noqa: E402
@@ -55,7 +56,7 @@ def _onednn(linear: LinearSpec) -> str | None:
 
 
 CHECKS: dict[str, Callable[[LinearSpec], str | None]] = {
-    "native": lambda linear: native._reject("linear", linear),
+    "native": lambda linear: linear_problem("linear", linear),
     "ipex": lambda linear: ipex.IpexBackend._reject(linear, True),
     "onednn": _onednn,
     "torch": torch_int4._reject,

@@ -28,6 +28,7 @@ from int4moe_ipex.errors import BackendError
 from int4moe_ipex.models import run
 from int4moe_ipex.moe.activations import Activation
 from int4moe_ipex.moe.experts import experts_spec
+from int4moe_ipex.packing.layout import NativeLayout
 from tests.weights import exact_moe, random_expert, relative_error
 
 CHECKPOINT = "tiny-qwen3moe-gptq-sym-g128"
@@ -102,7 +103,7 @@ def check_perplexity(folder: Path, isa: str, compute: str, exact: float) -> None
 
 def check_forced_and_missing() -> None:
     """What the core may not run is an error before any instruction of it."""
-    layout = native.NativeLayout.of_linear(diagnosis.TYPICAL_UP)
+    layout = NativeLayout.of_linear(diagnosis.TYPICAL_UP)
     for (isa, compute), usable in native.rows().items():
         if usable:
             continue

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from int4moe_ipex.backends import native
 from int4moe_ipex.cpu import detect
-from tests.backends.native_cases import TOLERANCE, layer, layer_error, needs_core, pack, routing, run_config
+from tests.backends.native.cases import TOLERANCE, layer, layer_error, needs_core, pack, routing, run_config
 
 pytestmark = needs_core
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from int4moe_ipex.backends import native
 from int4moe_ipex.backends.base import LinearSpec, LinearWeights, RunConfig
-from tests.backends.native_cases import layer, needs_core, pack, routing
+from tests.backends.native.cases import layer, needs_core, pack, routing
 from tests.weights import random_weight
 
 pytestmark = needs_core
@@ -46,7 +46,7 @@ def inputs(gen, tokens):
 
 
 def test_opcheck(gen, experts, linear):
-    import int4moe_ipex.backends.native_ops  # noqa: F401  (registers the operators)
+    import int4moe_ipex.backends.native.ops  # noqa: F401  (registers the operators)
 
     act = experts.spec.activation
     numbers = (experts.layout.experts, experts.layout.numbers, act.name, act.alpha, act.limit, True)

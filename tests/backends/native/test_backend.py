@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from int4moe_ipex.backends import native
-from int4moe_ipex.backends.base import LinearSpec, LinearWeights, Rejected, RunConfig, Supported
+from int4moe_ipex.backends.base import LinearSpec, LinearWeights, RunConfig
 from int4moe_ipex.canonical import CanonicalWeight, dequantize
-from int4moe_ipex.cpu import ISA_FLAGS, CpuFeatures
-from int4moe_ipex.errors import BackendError, RoutingError
+from int4moe_ipex.errors import RoutingError
 from int4moe_ipex.moe.activations import GATED, Activation
-from tests.backends.native_cases import (
+from tests.backends.native.cases import (
     ROWS,
     TOLERANCE,
+    assert_same,
     layer,
     layer_error,
     needs_core,
@@ -188,82 +188,3 @@ def test_linear(isa, compute, shape, gen):
         assert relative_error(y, exact) <= TOLERANCE[compute, torch.float32]
     again = BACKEND.unpack_linear(packed)
     assert_same(again, LinearWeights(weight, bias))
-
-
-def assert_same(found: LinearWeights, stored: LinearWeights) -> None:
-    for name in ("codes", "scales", "zeros", "perm"):
-        a, b = getattr(found.weight, name), getattr(stored.weight, name)
-        assert (a is None) == (b is None), name
-        if b is not None:
-            assert a.dtype == b.dtype and torch.equal(a, b), name
-    assert found.weight.group_size == stored.weight.group_size
-    assert (found.bias is None) == (stored.bias is None)
-    if stored.bias is not None:
-        assert found.bias.dtype == stored.bias.dtype and torch.equal(found.bias, stored.bias)
-
-
-def test_unpack_gives_every_bit_back(gen):
-    """Also when only some experts have zeros or a permutation."""
-    kinds = {"hidden": 40, "intermediate": 56, "group_size": 16, "bias": True}
-    spec, stored = layer(gen, 2, symmetric=False, act_order=True, **kinds)
-    stored.append(layer(gen, 1, **kinds)[1][0])
-    spec = type(spec)(**{**vars(spec), "num_experts": 3, "shared_perm": True})
-    packed = pack(spec, stored, RunConfig(isa="scalar", dtype=torch.float32))
-    for expert, original in zip(BACKEND.unpack_experts(packed), stored, strict=True):
-        for name in ("gate", "up", "down"):
-            assert_same(getattr(expert, name), LinearWeights(*getattr(original, name)))
-    ids, weights = routing(gen, 5, 3, 3)
-    assert layer_error(spec, stored, packed, torch.randn(5, 40, generator=gen), ids, weights) <= 2e-5
-
-
-@pytest.mark.parametrize("group_size", [16, 32, 128])
-@pytest.mark.parametrize("symmetric", [True, False])
-def test_packed_size(group_size, symmetric, gen):
-    spec, stored = layer(gen, 2, hidden=512, intermediate=384, group_size=group_size, symmetric=symmetric)
-    packed = pack(spec, stored, RunConfig(isa="scalar", dtype=torch.float32))
-    stored_bytes = sum(w.nbytes for e in stored for w, _ in e.projections())
-    assert packed.blob.numel() <= 1.03 * stored_bytes
-
-
-def test_support_and_reasons(gen):
-    spec = LinearSpec(64, 32, 32, True)
-    avx2 = CpuFeatures("AVX2", ISA_FLAGS["avx2"])
-    if native.rows().get(("avx2", "w4a16")):
-        assert BACKEND.support_linear(spec, avx2, RunConfig()) == Supported("native/avx2/w4a16")
-        assert BACKEND.support_linear(spec, avx2, RunConfig(compute="w4a8")) == Supported("native/avx2/w4a8")
-    old = CpuFeatures("SSE2", frozenset())
-    assert BACKEND.support_linear(spec, old, RunConfig()) == Rejected("needs a CPU with AVX2, FMA and F16C")
-    assert BACKEND.support_linear(spec, old, RunConfig(isa="scalar")) == Supported("native/scalar/w4a16")
-    verdict = BACKEND.support_linear(spec, avx2, RunConfig(isa="avx512"))
-    assert isinstance(verdict, Rejected) and "this CPU lacks avx512_vnni, avx512bw" in verdict.reason
-    capped = CpuFeatures("capped", ISA_FLAGS["avx2"], max_isa="scalar")
-    verdict = BACKEND.support_linear(spec, capped, RunConfig(isa="avx2"))
-    assert verdict == Rejected("isa avx2 is asked for and INT4MOE_MAX_ISA=scalar caps it")
-    odd_group = LinearSpec(64, 32, 12, True)
-    assert "group_size 12 is neither" in BACKEND.support_linear(odd_group, avx2, RunConfig(isa="scalar")).reason
-
-
-def test_core_refuses_what_the_cpu_lacks():
-    """Also when Python's view of the CPU is wrong."""
-    missing = [row for row, usable in native.rows().items() if not usable]
-    layout = native.NativeLayout.of_linear(LinearSpec(64, 32, 32, True))
-    with pytest.raises(BackendError, match="no kernels for riscv/w4a16"):
-        native.linear_handle(layout, "riscv", "w4a16")
-    for isa, compute in missing:
-        with pytest.raises(BackendError, match="lacks what"):
-            native.linear_handle(layout, isa, compute)
-
-
-def test_weights_that_contradict_the_spec(gen):
-    spec, stored = layer(gen, 2, hidden=32, intermediate=32, group_size=32)
-    run = RunConfig(isa="scalar", dtype=torch.float32)
-    _, other = layer(gen, 1, hidden=32, intermediate=32, group_size=32, symmetric=False)
-    with pytest.raises(BackendError, match="expert 1 gate: zero points that the spec does not announce"):
-        pack(spec, [stored[0], other[0]], run)
-    _, other = layer(gen, 1, hidden=32, intermediate=32, group_size=16)
-    with pytest.raises(BackendError, match="expert 1 gate: group_size 16 instead of 32"):
-        pack(spec, [stored[0], other[0]], run)
-    with pytest.raises(BackendError, match="1 experts were given, 2 announced"):
-        pack(spec, stored[:1], run)
-    with pytest.raises(BackendError, match="more than 2 experts"):
-        pack(spec, [*stored, stored[0]], run)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from int4moe_ipex.backends import native
-from int4moe_ipex.backends.base import RunConfig
+from int4moe_ipex.backends.base import LinearWeights, RunConfig
 from int4moe_ipex.cpu import detect
 from int4moe_ipex.moe.activations import Activation
 from int4moe_ipex.moe.experts import experts_spec
@@ -59,5 +57,14 @@ def layer_error(spec, stored, packed, x, ids, weights) -> float:
     return relative_error(native.NativeBackend().experts_forward(packed, x, ids, weights), exact)
 
 
-def with_spec(spec, **changes):
-    return replace(spec, **changes)
+def assert_same(found: LinearWeights, stored: LinearWeights) -> None:
+    """Equal to the bit, dtypes included."""
+    for name in ("codes", "scales", "zeros", "perm"):
+        a, b = getattr(found.weight, name), getattr(stored.weight, name)
+        assert (a is None) == (b is None), name
+        if b is not None:
+            assert a.dtype == b.dtype and torch.equal(a, b), name
+    assert found.weight.group_size == stored.weight.group_size
+    assert (found.bias is None) == (stored.bias is None)
+    if stored.bias is not None:
+        assert found.bias.dtype == stored.bias.dtype and torch.equal(found.bias, stored.bias)

@@ -1,7 +1,7 @@
 """`torch.ops.int4moe.experts` and `.linear`: the native core as torch operators, for torch.compile and torch.export.
 
 Everything that an operator needs is in its arguments: the packed buffer as a tensor, the rest as numbers. Eager code
-calls the core without them (backends/native.py).
+calls the core without them (run.py).
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import functools
 
 import torch
 
-from int4moe_ipex.backends import native
+from int4moe_ipex.backends.native.core import BUILD_PROBLEM, _native
+from int4moe_ipex.backends.native.packed import check_buffer, experts_handle, linear_handle
+from int4moe_ipex.backends.native.run import run_experts, run_linear
 from int4moe_ipex.errors import BackendError
 from int4moe_ipex.moe.activations import Activation
 from int4moe_ipex.packing.layout import NativeLayout
@@ -30,12 +32,12 @@ _library.define(
 @functools.lru_cache(maxsize=1024)
 def _experts_handle(experts, numbers, activation, alpha, limit, shared_perm, isa, compute):
     act = Activation(activation, alpha, limit)
-    return native.experts_handle(NativeLayout(experts, numbers), act, shared_perm, isa, compute)
+    return experts_handle(NativeLayout(experts, numbers), act, shared_perm, isa, compute)
 
 
 @functools.lru_cache(maxsize=1024)
 def _linear_handle(numbers, isa, compute):
-    return native.linear_handle(NativeLayout(1, numbers), isa, compute)
+    return linear_handle(NativeLayout(1, numbers), isa, compute)
 
 
 def _rows_columns(layout) -> tuple[int, int]:
@@ -46,12 +48,12 @@ def _rows_columns(layout) -> tuple[int, int]:
 def _experts(
     x, top_k_index, top_k_weights, packed, experts, layout, activation, alpha, limit, shared_perm, isa, compute
 ):
-    if native._native is None:
-        raise BackendError(native.BUILD_PROBLEM)
+    if _native is None:
+        raise BackendError(BUILD_PROBLEM)
     handle = _experts_handle(experts, tuple(layout), activation, alpha, limit, shared_perm, isa, compute)
-    native._check_blob(NativeLayout(experts, tuple(layout)), packed)
+    check_buffer(NativeLayout(experts, tuple(layout)), packed)
     hidden = _rows_columns(layout)[1]
-    return native.run_experts(handle, packed.data_ptr(), hidden, experts, x, top_k_index, top_k_weights)
+    return run_experts(handle, packed.data_ptr(), hidden, experts, x, top_k_index, top_k_weights)
 
 
 def _experts_fake(x, top_k_index, top_k_weights, packed, experts, layout, *_):
@@ -60,12 +62,12 @@ def _experts_fake(x, top_k_index, top_k_weights, packed, experts, layout, *_):
 
 
 def _linear(x, packed, layout, isa, compute):
-    if native._native is None:
-        raise BackendError(native.BUILD_PROBLEM)
+    if _native is None:
+        raise BackendError(BUILD_PROBLEM)
     handle = _linear_handle(tuple(layout), isa, compute)
-    native._check_blob(NativeLayout(1, tuple(layout)), packed)
+    check_buffer(NativeLayout(1, tuple(layout)), packed)
     rows, columns = _rows_columns(layout)
-    return native.run_linear(handle, packed.data_ptr(), columns, rows, x)
+    return run_linear(handle, packed.data_ptr(), columns, rows, x)
 
 
 def _linear_fake(x, packed, layout, *_):
