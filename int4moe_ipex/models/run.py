@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 
 from int4moe_ipex.errors import Int4MoeError
-from int4moe_ipex.models.cache import cache_keyword, growing_cache
 
 # Windows of perplexity that are fed at once; each is still a sequence of its own.
 WINDOWS_AT_ONCE = 8
@@ -62,6 +61,9 @@ def generate(
     Raises:
         Int4MoeError: the prompt has no tokens or max_new_tokens is below 1.
     """
+    # It imports transformers, which measuring perplexity of other models does not need.
+    from int4moe_ipex.models.cache import cache_keyword, growing_cache
+
     ids = tokenizer(prompt, return_tensors="pt").input_ids
     if not ids.numel():
         raise Int4MoeError("the prompt has no tokens; give --prompt some text")
