@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Iterable
 
 import typer
 
@@ -24,8 +25,8 @@ VERBS: tuple[str, ...] = (
 )
 
 
-def build_app() -> typer.Typer:
-    """The typer application with every verb."""
+def build_app(verbs: Iterable[str] = VERBS) -> typer.Typer:
+    """The typer application with these verbs."""
     app = typer.Typer(
         name="int4moe",
         help="INT4 Mixture-of-Experts models on x86 CPUs.\n\nExample: int4moe generate PATH --prompt TEXT",
@@ -39,15 +40,17 @@ def build_app() -> typer.Typer:
     def top() -> None:
         pass
 
-    for verb in VERBS:
+    for verb in verbs:
         importlib.import_module(f"int4moe_ipex.cli.{verb}").command(app)
     return app
 
 
 def main() -> None:
     """Runs the command; an error of this package is one message on stderr and exit status 2."""
+    asked = sys.argv[1:2]
     try:
-        build_app()()
+        # Help and completion name every verb; a verb that is called for needs itself alone.
+        build_app(asked if set(asked) <= set(VERBS) and asked else VERBS)()
     except Int4MoeError as error:
         print(f"int4moe: {error}", file=sys.stderr)
         sys.exit(2)

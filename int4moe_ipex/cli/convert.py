@@ -16,6 +16,7 @@ from int4moe_ipex.cli.common import (
     DtypeOption,
     JsonOption,
     PathArgument,
+    import_transformers,
     print_json,
     progress_bar,
     quiet_transformers,
@@ -55,6 +56,7 @@ def convert(
 
     if to is Target.compressed_tensors and any(option is not None for option in (backend, dtype, config)):
         raise ConfigError("--backend, --dtype and --config belong to a store; compressed-tensors keeps what is stored")
+    import_transformers()
     quiet_transformers()
     settings = Config.load(config, backend=backend, dtype=dtype)
     start = time.perf_counter()

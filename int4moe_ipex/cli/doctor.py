@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 def command(app: typer.Typer) -> None:
@@ -40,6 +40,10 @@ def doctor(
 
 
 def _print(found: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
     console = Console()
     facts = Table(show_header=False, box=None, pad_edge=False)
     for key, value in _facts(found):
@@ -77,6 +81,9 @@ def _title(module: dict[str, Any]) -> str:
 
 
 def _rows(module: dict[str, Any]) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
     rows = Table("row", "runs", "path, or reason", title=_title(module), title_justify="left")
     for row in module["rows"]:
         chosen = row["supported"] and row["path"] == module["path"]

@@ -14,6 +14,7 @@ from int4moe_ipex.cli.common import (
     DtypeOption,
     JsonOption,
     PathArgument,
+    import_transformers,
     load_with_progress,
     paths_summary,
     peak_rss_bytes,
@@ -40,6 +41,7 @@ def command(app: typer.Typer) -> None:
 
         Example: int4moe generate ./Qwen3-30B-A3B-GPTQ --prompt "The statement is used to" --max-new-tokens 32
         """
+        import_transformers()
         from int4moe_ipex.models import run
 
         model, tokenizer = load_with_progress(path, config, as_json, backend=backend, dtype=dtype, compute=compute)

@@ -15,6 +15,7 @@ from int4moe_ipex.cli.common import (
     DtypeOption,
     JsonOption,
     PathArgument,
+    import_transformers,
     load_with_progress,
     paths_summary,
     print_json,
@@ -41,6 +42,7 @@ def command(app: typer.Typer) -> None:
         from rich.console import Console
         from rich.progress import Progress
 
+        import_transformers()
         from int4moe_ipex.models import run
 
         model, tokenizer = load_with_progress(path, config, as_json, backend=backend, dtype=dtype, compute=compute)

@@ -14,6 +14,7 @@ from int4moe_ipex.cli.common import (
     DtypeOption,
     PathArgument,
     load_with_progress,
+    without_collection,
 )
 
 NEEDED = ("starlette", "uvicorn", "prometheus_client")
@@ -40,10 +41,6 @@ def serve(
 
     Example: int4moe serve ./Qwen3-30B-A3B-GPTQ --config deploy.yaml --port 8000
     """
-    import gc
-
-    # Importing torch and transformers makes objects that stay: looking for garbage among them is a quarter of the time.
-    gc.disable()
     from int4moe_ipex.config import Config
 
     _check_installed()
@@ -54,13 +51,16 @@ def serve(
     changed["store"] = None if store is None else {"path": str(store)}
     settings = Config.load(settings, **{key: value for key, value in changed.items() if value is not None})
 
-    from int4moe_ipex.serve import server as serving
+    from int4moe_ipex.serve.listen import listener
 
-    bound = serving.listener(settings.serve.host, settings.serve.port)
-    model, tokenizer = load_with_progress(path, settings, False)
-    name = settings.serve.model_name or path.resolve().name
-    service = serving.service(model, tokenizer, settings, name)
-    gc.enable()
+    bound = listener(settings.serve.host, settings.serve.port)
+    with without_collection():
+        from int4moe_ipex.serve import server as serving
+
+        serving.check(path, settings)
+        model, tokenizer = load_with_progress(path, settings, False)
+        name = settings.serve.model_name or path.resolve().name
+        service = serving.service(model, tokenizer, settings, name)
     serving.run(service, bound, settings.serve.drain_seconds)
 
 

@@ -17,6 +17,7 @@ from int4moe_ipex.cli.common import (
     DtypeOption,
     JsonOption,
     PathArgument,
+    import_transformers,
     load_with_progress,
     print_json,
 )
@@ -44,6 +45,7 @@ def verify(
 
     Example: int4moe verify ./Qwen3-30B-A3B-GPTQ --backend native --prompt "The capital of France is"
     """
+    import_transformers()
     from int4moe_ipex import verification
     from int4moe_ipex.config import Config
     from int4moe_ipex.models.loader import prepare

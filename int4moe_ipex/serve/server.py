@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import signal
 import socket
@@ -25,33 +26,12 @@ from int4moe_ipex.serve.metrics import Metrics
 SLACK_SECONDS = 5
 
 
-def listener(host: str, port: int) -> socket.socket:
-    """A bound socket that does not listen yet: the port is known to be free before a model is loaded.
-
-    Raises:
-        ConfigError: the address is no address of this machine, or the port is taken.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        bound = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise ConfigError(f"serve.host {host}: {error.strerror or error}") from None
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        bound.bind(address)
-    except OSError as error:
-        bound.close()
-        raise ConfigError(f"serve.host {host}, serve.port {port}: cannot listen there: {error.strerror}") from None
-    return bound
-
-
-def context_of(model: Any, config: Config) -> int:
-    """Tokens of a sequence, at most.
+def context_of(own: int | None, config: Config) -> int:
+    """Tokens of a sequence, at most; `own` is what the model was made for (max_position_embeddings).
 
     Raises:
         ConfigError: serve.max_context is more than the model was made for, or auto and the model does not say.
     """
-    own = getattr(model.config, "max_position_embeddings", None)
     wanted = config.serve.max_context
     if wanted == "auto":
         if own is None:
@@ -64,14 +44,34 @@ def context_of(model: Any, config: Config) -> int:
     return wanted
 
 
+def chat_template(config: Config) -> str | None:
+    """The text of serve.chat_template; raises ConfigError where its file cannot be read."""
+    if config.serve.chat_template is None:
+        return None
+    try:
+        return Path(config.serve.chat_template).expanduser().read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"serve.chat_template {config.serve.chat_template}: {error.strerror}") from None
+
+
+def check(path: Path, config: Config) -> None:
+    """Raises ConfigError for settings that do not fit the model at `path`, as far as its config.json tells before a
+    load; what is wrong with that file itself is left to the load."""
+    chat_template(config)
+    try:
+        own = json.loads((path / "config.json").read_text(encoding="utf-8"))["max_position_embeddings"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    if isinstance(own, int):
+        context_of(own, config)
+
+
 def service(model: Any, tokenizer: Any, config: Config, name: str) -> Service:
     """The routes over a loaded model. Its engine's thread runs from now on."""
-    if config.serve.chat_template is not None:
-        try:
-            tokenizer.chat_template = Path(config.serve.chat_template).expanduser().read_text(encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"serve.chat_template {config.serve.chat_template}: {error.strerror}") from None
-    context = context_of(model, config)
+    template = chat_template(config)
+    if template is not None:
+        tokenizer.chat_template = template
+    context = context_of(getattr(model.config, "max_position_embeddings", None), config)
     engine = Engine(model, tokenizer, config.serve.max_running, config.serve.max_queue)
     metrics = Metrics(engine, name, __version__, list(model.int4moe_report.paths))
     return Service(engine, tokenizer, name, context, config, metrics)

@@ -8,7 +8,7 @@ import torch
 from int4moe_ipex.serve import engine as engines
 from int4moe_ipex.serve.engine import Delta, Engine, Failed, Finished, Refused, Request
 from int4moe_ipex.serve.sampling import Sampler, Sampling
-from tests.serve.conftest import PROMPTS, Gate, load_example, wait_for
+from tests.serve.conftest import LONG, PROMPTS, Gate, load_example, wait_for
 
 
 class Asked(Request):
@@ -22,7 +22,7 @@ class Asked(Request):
         """(text, tokens, last event)."""
         text, tokens = "", 0
         while True:
-            event = self.events.get(timeout=60)
+            event = self.events.get(timeout=LONG)
             if not isinstance(event, Delta):
                 assert self.events.empty()
                 return text, tokens, event
@@ -138,7 +138,7 @@ def test_the_queue_is_bounded(start, tokenizer):
     taken = [Asked(prompt, 2) for _ in range(3)]
     for asked in taken:
         engine.submit(asked)
-    assert gate.reached.wait(30)
+    assert gate.reached.wait(LONG)
     assert (engine.running, engine.waiting) == (1, 2)
     with pytest.raises(Refused) as refused:
         engine.submit(Asked(prompt, 2))
@@ -175,7 +175,7 @@ def test_cancelled_requests_make_room(start, tokenizer):
     engine = start(model, max_queue=1)
     running, waiting = (Asked(ids(tokenizer, "x"), 400, ignore_end=True) for _ in range(2))
     engine.submit(running, waiting)
-    assert gate.reached.wait(30)
+    assert gate.reached.wait(LONG)
     running.cancel()
     waiting.cancel()
     gate.opened.set()

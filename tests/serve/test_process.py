@@ -12,9 +12,11 @@ import time
 import pytest
 
 from tests.serve.client import Client
-from tests.serve.conftest import EXAMPLE, PROMPTS, need_server
+from tests.serve.conftest import EXAMPLE, LONG, PROMPTS, need_server
 
 need_server()
+
+SLOW = ("--backend", "reference")  # some 20 ms for each token, whatever else the machine does
 
 
 class Process:
@@ -33,7 +35,7 @@ class Process:
     def end(self):
         if self.popen.poll() is None:
             self.popen.kill()
-        out, err = self.popen.communicate(timeout=60)
+        out, err = self.popen.communicate(timeout=LONG)
         return self.popen.returncode, out, err
 
     def __enter__(self):
@@ -72,43 +74,59 @@ def test_killed_and_started_again():
     with Process() as process:
         first = process.client().complete(PROMPTS[0], max_tokens=5)["choices"]
         process.popen.kill()
-        assert process.popen.wait(30) == -signal.SIGKILL
+        assert process.popen.wait(LONG) == -signal.SIGKILL
     with Process() as process:
         assert process.client().complete(PROMPTS[0], max_tokens=5)["choices"] == first
 
 
+def queued(client, count, tokens):
+    """`count` threads whose requests of so many tokens wait behind the one that runs, and the list of their answers."""
+    body = {"prompt": "x", "max_tokens": tokens, "ignore_eos": True}
+    answers = []
+    threads = [
+        threading.Thread(target=lambda: answers.append(client("POST", "/v1/completions", body))) for _ in range(count)
+    ]
+    for thread in threads:
+        thread.start()
+    while client("GET", "/health")[1]["waiting"] != count:
+        time.sleep(0.005)
+    return threads, answers
+
+
 def test_sigterm_finishes_what_was_taken_in():
-    with Process() as process:
+    with Process(*SLOW, env={"INT4MOE_SERVE_DRAIN_SECONDS": str(LONG)}) as process:
         client = process.client()
         body = {"prompt": "x", "max_tokens": 300, "ignore_eos": True, "stream": True}
         running, response = client.send("POST", "/v1/completions", body)
         assert response.status == 200 and response.readline()
-        answers = []
-        waiting = threading.Thread(target=lambda: answers.append(client.complete("x", max_tokens=3)))
-        waiting.start()
-        while client("GET", "/health")[1]["waiting"] != 1:
-            time.sleep(0.005)
+        threads, answers = queued(client, 2, 3)
         process.popen.send_signal(signal.SIGTERM)
         rest = response.read().decode()
         assert rest.endswith("data: [DONE]\n\n") and '"finish_reason": "length"' in rest
         running.close()
-        waiting.join()
-        assert answers[0]["usage"]["completion_tokens"] == 3
-        assert process.popen.wait(60) == 0
+        for thread in threads:
+            thread.join()
+        assert [answer["usage"]["completion_tokens"] for _, answer in answers] == [3, 3]
+        assert process.popen.wait(LONG) == 0
         assert process.popen.stderr.read() == ""
 
 
 def test_sigterm_does_not_wait_longer_than_allowed():
-    with Process(env={"INT4MOE_SERVE_DRAIN_SECONDS": "0"}) as process:
+    with Process(*SLOW, env={"INT4MOE_SERVE_DRAIN_SECONDS": "0"}) as process:
         client = process.client()
         body = {"prompt": "x", "max_tokens": 500, "ignore_eos": True, "stream": True}
         _, response = client.send("POST", "/v1/completions", body)
         assert response.readline()
+        threads, answers = queued(client, 2, 500)
         process.popen.send_signal(signal.SIGTERM)
         rest = response.read().decode()
         assert '"finish_reason": "length"' not in rest
-        assert "the server stopped before this request was done" in rest
-        assert process.popen.wait(60) == 0
+        said = "the server stopped before this request was done"
+        assert said in rest
+        for thread in threads:
+            thread.join()
+        assert [(status, answer["error"]["message"]) for status, answer in answers] == [(503, said)] * 2
+        assert process.popen.wait(LONG) == 0
 
 
 def test_a_taken_port_is_said_before_anything_is_loaded():
@@ -117,7 +135,7 @@ def test_a_taken_port_is_said_before_anything_is_loaded():
         taken.listen()
         port = taken.getsockname()[1]
         with Process("--port", str(port)) as process:
-            assert process.popen.wait(60) == 2
+            assert process.popen.wait(LONG) == 2
             _, _, err = process.end()
     assert err == f"int4moe: serve.host 127.0.0.1, serve.port {port}: cannot listen there: Address already in use\n"
 
@@ -153,6 +171,6 @@ def test_settings_that_cannot_be_are_one_sentence(tmp_path, settings, said):
     file = tmp_path / "deploy.yaml"
     file.write_text(settings)
     with Process("--config", str(file)) as process:
-        assert process.popen.wait(60) == 2
+        assert process.popen.wait(LONG) == 2
         _, out, err = process.end()
     assert out == "" and err.startswith(f"int4moe: {said}") and err.count("\n") == 1
