@@ -89,8 +89,8 @@ class _Running:
         """Of the last token, which the next step feeds."""
         return len(self.request.prompt) + self.generated - 1
 
-    def take(self, logits: torch.Tensor) -> bool:
-        """Picks a token, delivers its text; whether that was the end."""
+    def take(self, logits: torch.Tensor) -> Finished | None:
+        """Picks a token and delivers its text; the end that is to be delivered now, if it is one."""
         self.last = self.sampler.pick(logits)
         self.generated += 1
         reason = None
@@ -108,9 +108,7 @@ class _Running:
             else:
                 text += self.stops.flush()
         self.request.deliver(Delta(text, self.generated))
-        if reason is not None:
-            self.request.deliver(Finished(reason))
-        return reason is not None
+        return None if reason is None else Finished(reason)
 
 
 class Engine:
@@ -216,14 +214,14 @@ class Engine:
         try:
             running = _Running(request, self._tokenizer, self._ends)
             logits, running.cache = prefill(self._model.model, request.prompt)
-            done = running.take(logits)
+            end = running.take(logits)
         except Exception:
             self._fail([request])
             return
-        if done:
-            self._release()
-        else:
+        if end is None:
             self._running.append(running)
+        else:
+            self._end(request, end)
 
     def _step(self) -> None:
         batch = self._running
@@ -241,14 +239,14 @@ class Engine:
         kept = []
         for running, row in zip(batch, logits):
             try:
-                done = running.take(row)
+                end = running.take(row)
             except Exception:
                 self._fail([running.request])
                 continue
-            if done:
-                self._release()
-            else:
+            if end is None:
                 kept.append(running)
+            else:
+                self._end(running.request, end)
         self._running = kept
 
     def _drop_cancelled(self) -> None:
@@ -260,11 +258,15 @@ class Engine:
         with self._state:
             self._taken -= count
 
+    def _end(self, request: Request, event: Finished | Failed) -> None:
+        """The last event of a request; its place is free before, for whoever asks again on seeing it."""
+        self._release()
+        request.deliver(event)
+
     def _fail(self, requests: list[Request]) -> None:
         log.exception("a request failed")
         for request in requests:
-            request.deliver(Failed(500, "the model failed on this request; see the server's log"))
-        self._release(len(requests))
+            self._end(request, Failed(500, "the model failed on this request; see the server's log"))
 
     def _fail_all(self, message: str, admitted: Request | None) -> None:
         with self._state:

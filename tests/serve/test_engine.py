@@ -41,7 +41,7 @@ def start(tokenizer):
     yield make
     for engine in engines:
         engine.abort()
-        assert engine.join(30)
+        assert engine.join(LONG)
 
 
 def ids(tokenizer, text):
@@ -130,6 +130,25 @@ def test_stop_strings_and_end_tokens(start, tokenizer):
         assert asked.result() == want
 
 
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_a_place_is_free_before_the_answer_that_held_it_is_seen(start, tokenizer, tokens):
+    engine = start(load_example(), max_queue=0)
+    prompt, found = ids(tokenizer, "x"), []
+
+    first, second = (Asked(prompt, tokens, ignore_end=True) for _ in range(2))
+
+    def ask_again(event):
+        if not isinstance(event, Delta):
+            found.append(engine.running)
+            engine.submit(second)
+        first.events.put(event)
+
+    first.deliver = ask_again
+    engine.submit(first)
+    assert first.result()[2] == second.result()[2] == Finished("length")
+    assert found == [0]
+
+
 def test_the_queue_is_bounded(start, tokenizer):
     model = load_example()
     gate = Gate(model)
@@ -195,7 +214,7 @@ def test_stop_finishes_and_abort_does_not(tokenizer):
     assert refused.value.status == 503
     gate.opened.set()
     assert [asked.result()[2] for asked in taken] == [Finished("length")] * 2
-    assert engine.join(30)
+    assert engine.join(LONG)
 
     engine = Engine(model, tokenizer, max_queue=1)
     gate.opened.clear()
@@ -204,4 +223,4 @@ def test_stop_finishes_and_abort_does_not(tokenizer):
     engine.abort("over")
     gate.opened.set()
     assert {asked.result()[2] for asked in taken} == {Failed(503, "over")}
-    assert engine.join(30)
+    assert engine.join(LONG)
