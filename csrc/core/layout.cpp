@@ -79,6 +79,7 @@ Matrix Layout::matrix(const uint8_t* blob, int expert, Projection p) const {
   m.lines = d.lines();
   m.groups = d.groups();
   m.scale_type = d.scale_type;
+  m.heavy_tails = p == kDown;
   return m;
 }
 

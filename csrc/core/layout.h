@@ -57,6 +57,8 @@ struct Matrix {
   int rows = 0, columns = 0, group_size = 0;
   int blocks = 0, lines = 0, groups = 0;
   ScaleType scale_type = ScaleType::kFloat16;
+  // Its input is what an activation function and a product gave (down's is): heavier tails than hidden states have.
+  bool heavy_tails = false;
 
   int group_lines() const { return (group_size + kLineColumns - 1) / kLineColumns; }
   const uint8_t* block_codes(int block) const { return codes + size_t(block) * lines * kLineBytes; }

@@ -53,7 +53,7 @@ INT4MOE_INLINE void finish_stores() { __asm__ volatile("" ::: "memory"); }
 
 // Lines [from, from + lines) of a group, decoded and multiplied at once.
 struct Segment {
-  int group, from, lines, tiles;
+  int index, group, from, lines, tiles;
   bool head;   // starts its group
   bool first;  // starts the matrix
 };
@@ -135,7 +135,7 @@ struct Multiply {
     products<N, B>(x, x_stride, scratch, s.tiles, sums);
   }
 
-  template <int B, bool kFirst>
+  template <int B, bool kFirst, bool kHead>
   INT4MOE_INLINE static void add_all(const Matrix& m, const Pending& p, const Rows& all, const avx512::Tiles& cut,
                                      float* out, size_t out_stride) {
     const Rows rows = all;  // a copy, which no store can change
@@ -151,7 +151,7 @@ struct Multiply {
         for (int b = 0; b < B; ++b) {
           const __m512 before = kFirst ? _mm512_setzero_ps() : _mm512_load_ps(total + b * kBlockRows);
           const __m512i sum = _mm512_load_si512(sums + b * kTileBytes);
-          _mm512_store_ps(total + b * kBlockRows, T::add(block[b], token, sum, before));
+          _mm512_store_ps(total + b * kBlockRows, T::template add<kHead>(block[b], token, sum, before));
         }
       }
     }
@@ -160,27 +160,25 @@ struct Multiply {
   template <int B>
   INT4MOE_INLINE static void add(const Matrix& m, const Pending& p, const Rows& rows, const avx512::Tiles& cut, float* out,
                                  size_t out_stride) {
-    if (p.of->segment.first) {
-      add_all<B, true>(m, p, rows, cut, out, out_stride);
-    } else {
-      add_all<B, false>(m, p, rows, cut, out, out_stride);
-    }
+    if (p.of->segment.first) return add_all<B, true, true>(m, p, rows, cut, out, out_stride);
+    if (p.of->segment.head) return add_all<B, false, true>(m, p, rows, cut, out, out_stride);
+    add_all<B, false, false>(m, p, rows, cut, out, out_stride);
   }
 
   template <int B>
   static void blocks_of(const Matrix& m, int first, const Rows& rows, const avx512::Tiles& cut, Scratch& scratch,
                         float* out, size_t out_stride, const uint8_t* next) {
-    constexpr int kMostLines = kSegmentTiles * T::kTileLines;
+    const int most_lines = T::segment_lines(m);  // at most kSegmentTiles * kTileLines
     const avx512::Ahead fetch(m, m.block_codes(first), next);
     Decoded decoded[2];  // the pending sums may be of the segment before
     Pending pending;
-    int turn = 0, half = 0;
+    int turn = 0, half = 0, index = 0;
     for (int g = 0, l = 0; g < m.groups; ++g) {
       const int end = l + m.group_lines() < m.lines ? l + m.group_lines() : m.lines;
       for (bool head = true; l < end; head = false) {
-        const int lines = end - l < kMostLines ? end - l : kMostLines;
+        const int lines = end - l < most_lines ? end - l : most_lines;
         Decoded& now = decoded[turn ^= 1];
-        now.segment = {g, l, lines, (lines + T::kTileLines - 1) / T::kTileLines, head, g == 0 && head};
+        now.segment = {index++, g, l, lines, (lines + T::kTileLines - 1) / T::kTileLines, head, g == 0 && head};
         for (int b = 0; b < B; ++b) now.block[b] = T::decode(m, now.segment, first + b, scratch.weights[b], fetch);
         for (int tile = 0; tile < cut.tiles; tile += 2) {
           auto& sums = scratch.sums[half ^= 1];

@@ -16,6 +16,8 @@ namespace {
 struct BFloat16 {
   static constexpr int kTileLines = 4;  // 32 columns
 
+  static int segment_lines(const Matrix&) { return kSegmentTiles * kTileLines; }
+
   // A row: bfloat16 [lines * 8], each line in the order 0 2 4 6 1 3 5 7, padded by zeros to whole tiles and one more;
   // then the float sum of each segment.
   static size_t values_bytes(const Matrix& m) { return (size_t(m.lines) * 16 + 63 + 64) / 64 * 64; }
@@ -97,16 +99,14 @@ struct BFloat16 {
   // Where a segment's sum lies in a row, and a token's sum of it.
   struct Extra {
     size_t at;
-    Extra(const Matrix& m, const Segment& s) {
-      const int part = (s.from - s.group * m.group_lines()) / (kSegmentTiles * kTileLines);
-      at = values_bytes(m) + 4 * size_t(s.group * segments_per_group(m) + part);
-    }
+    Extra(const Matrix& m, const Segment& s) : at(values_bytes(m) + 4 * size_t(s.index)) {}
   };
   struct Token {
     __m512 sum;
     INT4MOE_INLINE Token(const Extra& e, const uint8_t* row) : sum(_mm512_set1_ps(avx512::float_at(row + e.at))) {}
   };
 
+  template <bool kHead>
   INT4MOE_INLINE static __m512 add(const Block& b, const Token& t, __m512i sums, __m512 total) {
     return _mm512_fmadd_ps(_mm512_fnmadd_ps(b.zero, t.sum, _mm512_castsi512_ps(sums)), b.scale, total);
   }

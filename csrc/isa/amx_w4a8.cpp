@@ -1,8 +1,8 @@
 // W4A8 on AMX: codes 0..15 and activations + 128, both unsigned, in int32 sums.
 //
-// sum (c - z) x = sum c (x + 128) - 128 sum c - z sum x: the second term is counted while decoding, the third comes with
-// the prepared row. All in integers, hence equal to the bit to the AVX-512 VNNI kernel (see w4a8_rows512.h), which takes
-// over for few tokens. (TDPBSUD would save the second term; unsigned products are the ones that emulators have right.)
+// sum c q = sum c (q + 128) - 128 sum c: the second term is counted while decoding. All in integers, hence equal to the bit
+// to the AVX-512 VNNI kernel (see w4a8_rows512.h), which takes over for few tokens. (TDPBSUD would save the second term;
+// unsigned products are the ones that emulators have right.)
 #include "core/cpu_features.h"
 #include "isa/amx_common.h"
 #include "isa/w4a8_rows512.h"
@@ -22,7 +22,8 @@ constexpr int kVectorTokens = 4;
 
 struct Int8 {
   static constexpr int kTileLines = 8;  // 64 columns
-  static_assert(avx512::kSegmentLines == kSegmentTiles * kTileLines, "both kernels cut long groups alike");
+
+  static int segment_lines(const Matrix& m) { return avx512::w4a8_segment_lines(m); }
 
   // A row: that of the VNNI kernel, then uint8 (x + 128) with as much padding as its int8 part.
   static size_t row_bytes(const Matrix& m) {
@@ -52,9 +53,8 @@ struct Int8 {
   }
 
   struct Block {
-    __m512 scale;
+    avx512::W4A8Group group;
     __m512i codes;  // 128 * sum of the codes of each row
-    __m512 zeros;
   };
 
   INT4MOE_INLINE static Block decode(const Matrix& m, const Segment& s, int block, uint8_t* weights,
@@ -75,29 +75,27 @@ struct Int8 {
       _mm512_store_si512(weights + l * 128, _mm512_setzero_si512());
       _mm512_store_si512(weights + l * 128 + 64, _mm512_setzero_si512());
     }
-    const uint8_t* zeros = m.block_zeros(block);
-    return {avx512::load_scales(m, m.block_scales(block), s.group), _mm512_slli_epi32(sum, 7),
-            _mm512_cvtepi32_ps(avx512::load_zeros(zeros, s.group))};
+    return {avx512::w4a8_group(m, m.block_scales(block), m.block_zeros(block), s.group), _mm512_slli_epi32(sum, 7)};
   }
 
-  // Where a segment's scale and sum lie in a row, and those of a token. A group's sum counts once, with its head.
+  // Where a segment's scale and its group's sum lie in a row, and those of a token. A group's sum counts with its head.
   struct Extra {
     size_t scale, sum;
-    bool head;
     Extra(const Matrix& m, const Segment& s)
-        : scale(avx512::w4a8_values(m) + 4 * size_t(s.group)), sum(scale + 4 * size_t(m.groups)), head(s.head) {}
+        : scale(avx512::w4a8_scales(m) + 4 * size_t(s.index)), sum(avx512::w4a8_sums(m) + 4 * size_t(s.group)) {}
   };
   struct Token {
     __m512 scale, sum;
     INT4MOE_INLINE Token(const Extra& e, const uint8_t* row)
-        : scale(_mm512_set1_ps(avx512::float_at(row + e.scale))),
-          sum(_mm512_cvtepi32_ps(_mm512_set1_epi32(e.head ? avx512::int_at(row + e.sum) : 0))) {}
+        : scale(_mm512_set1_ps(avx512::float_at(row + e.scale))), sum(_mm512_set1_ps(avx512::float_at(row + e.sum))) {}
   };
 
-  // zero * sum and the difference are integers below 2^24: float32 has them exactly, and the bits of the VNNI kernel.
+  // Integers of a segment are below 2^24: float32 has them exactly, and the bits of the VNNI kernel.
+  template <bool kHead>
   INT4MOE_INLINE static __m512 add(const Block& b, const Token& t, __m512i sums, __m512 total) {
-    const __m512 d = _mm512_fnmadd_ps(b.zeros, t.sum, _mm512_cvtepi32_ps(_mm512_sub_epi32(sums, b.codes)));
-    return _mm512_fmadd_ps(d, _mm512_mul_ps(b.scale, t.scale), total);
+    if constexpr (kHead) total = _mm512_fmadd_ps(b.group.zero, t.sum, total);
+    const __m512 d = _mm512_cvtepi32_ps(_mm512_sub_epi32(sums, b.codes));
+    return _mm512_fmadd_ps(d, _mm512_mul_ps(b.group.scale, t.scale), total);
   }
 
   static void multiply(const Matrix& m, int first, int blocks, const Rows& rows, float* out, size_t out_stride,

@@ -27,19 +27,17 @@ struct Int8 {
     const Ahead fetch(m, codes[0], next);
     const __m512i mask = _mm512_set1_epi8(15);
 
-    const int group_lines = m.group_lines();
-    for (int g = 0, l = 0; g < m.groups; ++g) {
+    const int group_lines = m.group_lines(), segment_lines = w4a8_segment_lines(m);
+    size_t scale_at = w4a8_scales(m), sum_at = w4a8_sums(m);
+    for (int g = 0, l = 0; g < m.groups; ++g, sum_at += 4) {
       const int end = l + group_lines < m.lines ? l + group_lines : m.lines;
-      for (bool head = true; l < end; head = false) {
-        const int to = l + kSegmentLines < end ? l + kSegmentLines : end;
+      for (bool head = true; l < end; head = false, scale_at += 4) {
+        const int to = l + segment_lines < end ? l + segment_lines : end;
         __m512i acc[B][M];
 #pragma GCC unroll 4
         for (int b = 0; b < B; ++b) {
-          const __m512i z = load_zeros(zeros[b], g);
 #pragma GCC unroll 12
-          for (int t = 0; t < M; ++t) {
-            acc[b][t] = head ? _mm512_mullo_epi32(z, _mm512_set1_epi32(-w4a8_sum(m, x[t], g))) : _mm512_setzero_si512();
-          }
+          for (int t = 0; t < M; ++t) acc[b][t] = _mm512_setzero_si512();
         }
         for (; l < to; ++l) {
           const ptrdiff_t ahead = fetch(l);
@@ -65,13 +63,14 @@ struct Int8 {
         const bool fresh = g == 0 && head;
 #pragma GCC unroll 4
         for (int b = 0; b < B; ++b) {
-          const __m512 s = load_scales(m, scales[b], g);
+          const W4A8Group group = w4a8_group(m, scales[b], zeros[b], g);
 #pragma GCC unroll 12
           for (int t = 0; t < M; ++t) {
-            float* total = out + t * out_stride + b * kBlockRows;
-            const __m512 before = fresh ? _mm512_setzero_ps() : _mm512_load_ps(total);
-            const __m512 scale = _mm512_mul_ps(s, _mm512_set1_ps(w4a8_scale(m, x[t], g)));
-            _mm512_store_ps(total, _mm512_fmadd_ps(_mm512_cvtepi32_ps(acc[b][t]), scale, before));
+            float* at = out + t * out_stride + b * kBlockRows;
+            __m512 total = fresh ? _mm512_setzero_ps() : _mm512_load_ps(at);
+            if (head) total = _mm512_fmadd_ps(group.zero, _mm512_set1_ps(float_at(x[t] + sum_at)), total);
+            const __m512 scale = _mm512_mul_ps(group.scale, _mm512_set1_ps(float_at(x[t] + scale_at)));
+            _mm512_store_ps(at, _mm512_fmadd_ps(_mm512_cvtepi32_ps(acc[b][t]), scale, total));
           }
         }
       }

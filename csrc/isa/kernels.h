@@ -33,8 +33,8 @@ struct Kernels {
   uint32_t features;    // CPU features (core/cpu_features.h) that the row needs, all of them
   int tile;             // tokens per register tile: the driver cuts tokens into multiples of it
 
-  // Bytes between prepared rows: a multiple of 64, better not a multiple of 4096. Only columns and group_size of the
-  // matrix matter here and in `prepare`.
+  // Bytes between prepared rows: a multiple of 64, better not a multiple of 4096. Only columns, group_size and
+  // heavy_tails of the matrix matter here and in `prepare`.
   size_t (*row_bytes)(const Matrix& m);
 
   // Translates one row of activations into what `multiply` reads: x float32 [columns] in the matrix's column order.

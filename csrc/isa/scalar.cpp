@@ -68,31 +68,52 @@ void multiply_f(const Matrix& m, int first, int blocks, const Rows& rows, float*
   }
 }
 
-// --- w4a8: a row is int8 [lines * 8], then for each group the scale of x (float) and the sum of its int8 (int32)
+// --- w4a8: a row is int8 [lines * 8], then for each segment the scale of x (float) and the sum of its int8 (int32). A
+// segment is 32 columns, or what is left of a group.
 
-size_t row_bytes_i(const Matrix& m) { return (size_t(m.lines) * kLineColumns + 8 * size_t(m.groups)) / 64 * 64 + 64; }
+constexpr int kSegmentColumns = 32;
+
+int segments_per_group(const Matrix& m) { return (m.group_size + kSegmentColumns - 1) / kSegmentColumns; }
+
+size_t row_bytes_i(const Matrix& m) {
+  return (size_t(m.lines) * kLineColumns + 8 * size_t(m.groups) * size_t(segments_per_group(m))) / 64 * 64 + 64;
+}
+
+// Columns [from, to) of each segment of a matrix in turn.
+struct Segments {
+  const Matrix& m;
+  int group = 0, from = 0, to = 0, index = -1;
+
+  bool next() {
+    from = to;
+    if (from >= m.columns) return false;
+    group = from / m.group_size;
+    const int end = (group + 1) * m.group_size < m.columns ? (group + 1) * m.group_size : m.columns;
+    to = from + kSegmentColumns < end ? from + kSegmentColumns : end;
+    ++index;
+    return true;
+  }
+};
 
 void prepare_i(const Matrix& m, const float* x, uint8_t* row) {
   auto* values = reinterpret_cast<int8_t*>(row);
   auto* scales = reinterpret_cast<float*>(row + size_t(m.lines) * kLineColumns);
-  auto* sums = reinterpret_cast<int32_t*>(scales + m.groups);
+  auto* sums = reinterpret_cast<int32_t*>(scales + m.groups * segments_per_group(m));
   std::memset(values, 0, size_t(m.lines) * kLineColumns);
-  for (int g = 0; g < m.groups; ++g) {
-    const int from = g * m.group_size;
-    const int to = from + m.group_size < m.columns ? from + m.group_size : m.columns;
+  for (Segments s{m}; s.next();) {
     float largest = 0;
-    for (int k = from; k < to; ++k) largest = std::fabs(x[k]) > largest ? std::fabs(x[k]) : largest;
+    for (int k = s.from; k < s.to; ++k) largest = std::fabs(x[k]) > largest ? std::fabs(x[k]) : largest;
     float nothing = 0;  // or NaN once a value is not finite
-    for (int k = from; k < to; ++k) nothing += x[k] * 0.0f;
+    for (int k = s.from; k < s.to; ++k) nothing += x[k] * 0.0f;
     // Below 1e-30 the inverse would overflow, and nothing that small matters.
     const float inverse = largest > 1e-30f ? 127.0f / largest : 0.0f;
     int sum = 0;
-    for (int k = from; k < to; ++k) {
+    for (int k = s.from; k < s.to; ++k) {
       values[k] = int8_t(std::lrintf(x[k] * inverse));
       sum += values[k];
     }
-    scales[g] = largest / 127.0f + nothing;
-    sums[g] = sum;
+    scales[s.index] = largest / 127.0f + nothing;
+    sums[s.index] = sum;
   }
 }
 
@@ -102,19 +123,19 @@ void multiply_i(const Matrix& m, int first, int blocks, const Rows& rows, float*
     const uint8_t* row = rows.at(i);
     const auto* x = reinterpret_cast<const int8_t*>(row);
     const auto* x_scales = reinterpret_cast<const float*>(row + size_t(m.lines) * kLineColumns);
-    const auto* sums = reinterpret_cast<const int32_t*>(x_scales + m.groups);
+    const auto* sums = reinterpret_cast<const int32_t*>(x_scales + m.groups * segments_per_group(m));
     for (int b = 0; b < blocks; ++b) {
       const uint8_t* codes = m.block_codes(first + b);
       const uint8_t* scales = m.block_scales(first + b);
       const uint8_t* zeros = m.block_zeros(first + b);
       for (int r = 0; r < kBlockRows; ++r) {
         float total = 0;
-        for (int g = 0; g < m.groups; ++g) {
-          int sum = -zero_at(zeros, g, r) * sums[g];
-          for (int k = g * m.group_size; k < m.columns && k < (g + 1) * m.group_size; ++k) {
+        for (Segments s{m}; s.next();) {
+          int sum = -zero_at(zeros, s.group, r) * sums[s.index];
+          for (int k = s.from; k < s.to; ++k) {
             sum += code_at(codes + size_t(k / 8) * kLineBytes + 4 * r, k & 7) * x[k];
           }
-          total += float(sum) * (scale_at(m, scales, g * kBlockRows + r) * x_scales[g]);
+          total += float(sum) * (scale_at(m, scales, s.group * kBlockRows + r) * x_scales[s.index]);
         }
         out[i * out_stride + b * kBlockRows + r] = total;
       }

@@ -1,9 +1,12 @@
 // The rows of activations that the AVX-512 VNNI and AMX kernels of W4A8 share: int8 [lines * 8] (padded by zeros to whole
-// 64-byte tiles), then for each group the scale (float) and the sum of the int8 values (int32).
+// 64-byte tiles), then the scale of each segment (float), then a float for each group: -8 * (sum of its activations), which
+// is what a zero point of 8 adds.
 //
-// Both compute, for one (row, token): total = fma(float(d), weight scale * activation scale, total), segment by segment,
-// where d = sum((code - zero) * x) over the segment, exactly. A segment is a group, or a part of a group that is longer
-// than kSegmentLines; hence they agree to the bit, and the AMX row may choose by the number of tokens.
+// A segment is 128 columns, or 64 of an input with heavy tails, or what is left of a group: as short as the accuracy of
+// W4A8 needs, since on AMX the sums of a segment cost more than its products. For one (row, token), group by group:
+// total = fma(zero / 8 * scale of the weights, the group's float, total); then for each segment of int8 values q
+// total = fma(float(sum(code * q)), scale of the weights * scale of the segment, total). Sums of a segment are exact, so
+// both kernels agree to the bit, and the AMX row may choose by the number of tokens.
 #pragma once
 
 #include "isa/avx512_common.h"
@@ -12,20 +15,43 @@ namespace int4moe {
 namespace avx512 {
 namespace {
 
-constexpr int kSegmentLines = 128;  // 1024 columns
+INT4MOE_INLINE int w4a8_segment_lines(const Matrix& m) { return m.heavy_tails ? 8 : 16; }
+
+INT4MOE_INLINE int w4a8_segments(const Matrix& m) {
+  const int lines = w4a8_segment_lines(m), rest = m.lines - (m.groups - 1) * m.group_lines();
+  return (m.groups - 1) * ((m.group_lines() + lines - 1) / lines) + (rest + lines - 1) / lines;
+}
 
 INT4MOE_INLINE size_t w4a8_values(const Matrix& m) { return (size_t(m.lines) * kLineColumns / 64 + 2) * 64; }
 
+// Where the floats of segments and of groups lie in a row.
+INT4MOE_INLINE size_t w4a8_scales(const Matrix& m) { return w4a8_values(m); }
+INT4MOE_INLINE size_t w4a8_sums(const Matrix& m) { return w4a8_scales(m) + 4 * size_t(w4a8_segments(m)); }
+
 INT4MOE_INLINE size_t w4a8_row_bytes(const Matrix& m) {
-  return ((w4a8_values(m) + 8 * size_t(m.groups) + 63) / 64 | 1) * 64;
+  return ((w4a8_sums(m) + 4 * size_t(m.groups) + 63) / 64 | 1) * 64;
 }
 
-INT4MOE_INLINE float w4a8_scale(const Matrix& m, const uint8_t* row, int group) {
-  return float_at(row + w4a8_values(m) + 4 * size_t(group));
-}
-
-INT4MOE_INLINE int32_t w4a8_sum(const Matrix& m, const uint8_t* row, int group) {
-  return int_at(row + w4a8_values(m) + 4 * size_t(m.groups + group));
+// Quantises columns [from, to); returns -8 * (sum of these activations as quantised).
+inline float w4a8_prepare_segment(const float* x, int from, int to, uint8_t* row, float* scale) {
+  __m512 most = _mm512_setzero_ps(), nothing = _mm512_setzero_ps();
+  for (int k = from; k < to; k += 16) {
+    const __m512 v = _mm512_maskz_loadu_ps(first_lanes(size_t(to - k)), x + k);
+    most = _mm512_max_ps(most, _mm512_abs_ps(v));
+    nothing = _mm512_fmadd_ps(v, _mm512_setzero_ps(), nothing);  // 0, or NaN once a value is not finite
+  }
+  const float largest = _mm512_reduce_max_ps(most);
+  // Below 1e-30 the inverse would overflow, and nothing that small matters.
+  const __m512 inverse = _mm512_set1_ps(largest > 1e-30f ? 127.0f / largest : 0.0f);
+  __m512i sum = _mm512_setzero_si512();
+  for (int k = from; k < to; k += 16) {
+    const __mmask16 lanes = first_lanes(size_t(to - k));
+    const __m512i q = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_maskz_loadu_ps(lanes, x + k), inverse));
+    sum = _mm512_add_epi32(sum, q);
+    _mm512_mask_cvtsepi32_storeu_epi8(row + k, lanes, q);
+  }
+  *scale = largest * (1.0f / 127.0f) + _mm512_reduce_add_ps(nothing);
+  return *scale * (-8.0f * float(_mm512_reduce_add_epi32(sum)));
 }
 
 inline void w4a8_prepare(const Matrix& m, const float* x, uint8_t* row) {
@@ -33,29 +59,29 @@ inline void w4a8_prepare(const Matrix& m, const float* x, uint8_t* row) {
   for (size_t at = size_t(m.lines) * kLineColumns / 64 * 64; at < values; at += 64) {
     _mm512_store_si512(row + at, _mm512_setzero_si512());
   }
+  auto* scale = reinterpret_cast<float*>(row + w4a8_scales(m));
+  auto* sums = reinterpret_cast<float*>(row + w4a8_sums(m));
+  const int step = w4a8_segment_lines(m) * kLineColumns;
   for (int g = 0; g < m.groups; ++g) {
-    const int from = g * m.group_size, to = from + m.group_size < m.columns ? from + m.group_size : m.columns;
-    __m512 most = _mm512_setzero_ps(), nothing = _mm512_setzero_ps();
-    for (int k = from; k < to; k += 16) {
-      const __m512 v = _mm512_maskz_loadu_ps(first_lanes(size_t(to - k)), x + k);
-      most = _mm512_max_ps(most, _mm512_abs_ps(v));
-      nothing = _mm512_fmadd_ps(v, _mm512_setzero_ps(), nothing);  // 0, or NaN once a value is not finite
+    const int from = g * m.group_size, end = from + m.group_size < m.columns ? from + m.group_size : m.columns;
+    float sum = 0;
+    for (int k = from; k < end; k += step) {
+      sum += w4a8_prepare_segment(x, k, k + step < end ? k + step : end, row, scale++);
     }
-    const float largest = _mm512_reduce_max_ps(most);
-    // Below 1e-30 the inverse would overflow, and nothing that small matters.
-    const __m512 inverse = _mm512_set1_ps(largest > 1e-30f ? 127.0f / largest : 0.0f);
-    __m512i sum = _mm512_setzero_si512();
-    for (int k = from; k < to; k += 16) {
-      const __mmask16 lanes = first_lanes(size_t(to - k));
-      const __m512i q = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_maskz_loadu_ps(lanes, x + k), inverse));
-      sum = _mm512_add_epi32(sum, q);
-      _mm512_mask_cvtsepi32_storeu_epi8(row + k, lanes, q);
-    }
-    const float scale = largest * (1.0f / 127.0f) + _mm512_reduce_add_ps(nothing);
-    const int32_t total = _mm512_reduce_add_epi32(sum);
-    __builtin_memcpy(row + values + 4 * size_t(g), &scale, 4);
-    __builtin_memcpy(row + values + 4 * size_t(m.groups + g), &total, 4);
+    sums[g] = sum;
   }
+}
+
+// What a group of a block has for the kernels: scales, and what its token's float is multiplied by.
+struct W4A8Group {
+  __m512 scale, zero;
+};
+
+INT4MOE_INLINE W4A8Group w4a8_group(const Matrix& m, const uint8_t* scales, const uint8_t* zeros, int group) {
+  const __m512 s = load_scales(m, scales, group);
+  if (!zeros) return {s, s};
+  const __m512 z = _mm512_mul_ps(_mm512_cvtepi32_ps(load_zeros(zeros, group)), _mm512_set1_ps(0.125f));
+  return {s, _mm512_mul_ps(z, s)};
 }
 
 }  // namespace

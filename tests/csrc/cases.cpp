@@ -38,7 +38,7 @@ void put_scale(ScaleType type, float value, uint8_t* at) {
 std::string Shape::name() const {
   static const char* const kZeros[] = {"no zeros", "zeros 8", "zeros"};
   return "N " + std::to_string(rows) + ", K " + std::to_string(columns) + ", group " + std::to_string(group_size) +
-         ", " + kZeros[int(zeros)] + ", " + kTypes[int(scale_type)] + " scales";
+         ", " + kZeros[int(zeros)] + ", " + kTypes[int(scale_type)] + " scales" + (heavy_tails ? ", heavy tails" : "");
 }
 
 Weight::Weight(const Shape& shape, Random& random, bool unit_scales)
@@ -84,15 +84,18 @@ double Weight::exact(int row, const float* x) const {
   return total;
 }
 
-double Weight::exact_w4a8(int row, const float* x) const {
+double Weight::exact_w4a8(int row, const float* x, int segment) const {
   double total = 0;
   for (int g = 0; g < groups(); ++g) {
-    float largest = 0;
-    for (int k = from(g); k < to(g); ++k) largest = std::fmax(largest, std::fabs(x[k]));
-    const float inverse = largest > 0 ? 127.0f / largest : 0.0f;
-    int64_t sum = 0;
-    for (int k = from(g); k < to(g); ++k) sum += (code(row, k) - zero(row, g)) * std::lrintf(x[k] * inverse);
-    total += double(sum) * double(scale(row, g)) * double(largest) / 127.0;
+    for (int first = from(g); first < to(g); first += segment) {
+      const int end = first + segment < to(g) ? first + segment : to(g);
+      float largest = 0;
+      for (int k = first; k < end; ++k) largest = std::fmax(largest, std::fabs(x[k]));
+      const float inverse = largest > 0 ? 127.0f / largest : 0.0f;
+      int64_t sum = 0;
+      for (int k = first; k < end; ++k) sum += (code(row, k) - zero(row, g)) * std::lrintf(x[k] * inverse);
+      total += double(sum) * double(scale(row, g)) * double(largest) / 127.0;
+    }
   }
   return total;
 }
@@ -106,6 +109,11 @@ float round_to(FloatType type, float x) {
 double Error::value() const { return norm_ > 0 ? std::sqrt(difference_ / norm_) : std::sqrt(difference_); }
 
 bool is_w4a8(const Kernels& k) { return !std::strcmp(k.compute, "w4a8"); }
+
+int segment_columns(const Kernels& k, bool heavy_tails) {
+  const bool wide = !std::strcmp(k.isa, "avx512") || !std::strcmp(k.isa, "amx");
+  return !wide ? 32 : heavy_tails ? 64 : 128;
+}
 
 Meant meant_for(const Kernels& k) {
   if (is_w4a8(k)) return {FloatType::kFloat32, 1.5e-2};

@@ -24,6 +24,7 @@ struct Shape {
   int rows, columns, group_size;
   Zeros zeros;
   ScaleType scale_type;
+  bool heavy_tails = false;  // as down has it
 
   std::string name() const;
 };
@@ -52,7 +53,11 @@ class Weight {
   const Shape& shape() const { return shape_; }
   const Layout& layout() const { return layout_; }
   const uint8_t* blob() { return blob_.data(); }
-  int4moe::Matrix matrix() { return layout_.matrix(blob_.data(), 0, int4moe::kUp); }
+  int4moe::Matrix matrix() {
+    int4moe::Matrix m = layout_.matrix(blob_.data(), 0, int4moe::kUp);
+    m.heavy_tails = shape_.heavy_tails;
+    return m;
+  }
 
   int groups() const { return layout_.dims(int4moe::kUp).groups(); }
   int code(int row, int column) const;
@@ -63,8 +68,9 @@ class Weight {
 
   // sum (code - zero) * x * scale, exactly but for float64
   double exact(int row, const float* x) const;
-  // the same on activations quantised as W4A8 does: int8 with one scale per token and group
-  double exact_w4a8(int row, const float* x) const;
+  // the same on activations quantised as W4A8 does: int8 with one scale per token and segment of so many columns, or of
+  // what is left of a group
+  double exact_w4a8(int row, const float* x, int segment) const;
 
  private:
   Shape shape_;
@@ -99,5 +105,8 @@ Meant meant_for(const Kernels& k);
 std::string row_name(const Kernels& k);
 
 bool is_w4a8(const Kernels& k);
+
+// Columns of a whole segment of a W4A8 row's activations.
+int segment_columns(const Kernels& k, bool heavy_tails);
 
 }  // namespace tests

@@ -129,6 +129,8 @@ class Layer {
     }
   }
 
+  bool heavy_tails(Projection p) { return layout_.matrix(blob_.data(), 1, p).heavy_tails; }
+
   std::vector<uint8_t> run(const Kernels& k, FloatType type, int threads) {
     std::vector<uint8_t> x(x_.size() * bytes_of(type)), y(x.size());
     for (size_t i = 0; i < x_.size(); ++i) put(type, x_[i], x.data(), i);
@@ -246,6 +248,8 @@ void test_linear(const Kernels& k, const std::string& name, FloatType type) {
 void test_layer(const Kernels& k) {
   static Layer layer;
   const std::string name = row_name(k);
+  check(layer.heavy_tails(kDown) && !layer.heavy_tails(kUp) && !layer.heavy_tails(kGate),
+        "only down's input counts as heavy-tailed");
   for (const FloatType type : {FloatType::kFloat16, FloatType::kBFloat16, FloatType::kFloat32}) {
     if (!(k.types & type_bit(type))) continue;
     const std::vector<uint8_t> one = layer.run(k, type, 1);
