@@ -71,7 +71,7 @@ def vector_rows(build: Path) -> list[str]:
 def main(arguments: list[str]) -> None:
     build = ROOT / (arguments[0] if arguments else "build/xeon")
     template = (Path(__file__).parent / "template.md").read_text()
-    segments = amx.segments(object_file(build, "amx_w4a16"), object_file(build, "amx_w4a8"), GROUP)
+    segments, fine = amx.segments(object_file(build, "amx_w4a16"), object_file(build, "amx_w4a8"), GROUP)
     at_target = [s for s in segments if s.tokens == 64 and s.what.startswith("W4A16")]
     filled = template.format(
         ghz=GHZ,
@@ -80,6 +80,9 @@ def main(arguments: list[str]) -> None:
         vector="\n".join(vector_rows(build)),
         amx="\n".join(s.row(GHZ) for s in segments),
         beside=f"{min(s.beside for s in at_target):.0%}",
+        layer_w4a16=f"{amx.layer_rate(segments, 'W4A16 (bfloat16)', 64, GHZ):.0f}",
+        layer_w4a8=f"{amx.layer_rate(segments, 'W4A8 (int8)', 64, GHZ):.0f}",
+        layer_fine=f"{amx.layer_rate(fine, 'W4A8 (int8)', 64, GHZ):.0f}",
         apart=f"{min(s.apart for s in at_target):.0%} to {max(s.apart for s in at_target):.0%}",
         **amx.TABLE,
     )

@@ -135,7 +135,8 @@ struct Multiply {
     products<N, B>(x, x_stride, scratch, s.tiles, sums);
   }
 
-  template <int B, bool kFirst, bool kHead>
+  // kFirst, kHead: of the matrix, of a group. kZeros: zero points are stored.
+  template <int B, bool kFirst, bool kHead, bool kZeros>
   INT4MOE_INLINE static void add_all(const Matrix& m, const Pending& p, const Rows& all, const avx512::Tiles& cut,
                                      float* out, size_t out_stride) {
     const Rows rows = all;  // a copy, which no store can change
@@ -151,7 +152,7 @@ struct Multiply {
         for (int b = 0; b < B; ++b) {
           const __m512 before = kFirst ? _mm512_setzero_ps() : _mm512_load_ps(total + b * kBlockRows);
           const __m512i sum = _mm512_load_si512(sums + b * kTileBytes);
-          _mm512_store_ps(total + b * kBlockRows, T::template add<kHead>(block[b], token, sum, before));
+          _mm512_store_ps(total + b * kBlockRows, T::template add<kHead, kZeros>(block[b], token, sum, before));
         }
       }
     }
@@ -160,9 +161,14 @@ struct Multiply {
   template <int B>
   INT4MOE_INLINE static void add(const Matrix& m, const Pending& p, const Rows& rows, const avx512::Tiles& cut, float* out,
                                  size_t out_stride) {
-    if (p.of->segment.first) return add_all<B, true, true>(m, p, rows, cut, out, out_stride);
-    if (p.of->segment.head) return add_all<B, false, true>(m, p, rows, cut, out, out_stride);
-    add_all<B, false, false>(m, p, rows, cut, out, out_stride);
+    const bool first = p.of->segment.first, head = p.of->segment.head, zeros = m.zeros;
+    if (!head) return add_all<B, false, false, false>(m, p, rows, cut, out, out_stride);
+    if (first) {
+      if (zeros) return add_all<B, true, true, true>(m, p, rows, cut, out, out_stride);
+      return add_all<B, true, true, false>(m, p, rows, cut, out, out_stride);
+    }
+    if (zeros) return add_all<B, false, true, true>(m, p, rows, cut, out, out_stride);
+    add_all<B, false, true, false>(m, p, rows, cut, out, out_stride);
   }
 
   template <int B>

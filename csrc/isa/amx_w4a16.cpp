@@ -106,7 +106,7 @@ struct BFloat16 {
     INT4MOE_INLINE Token(const Extra& e, const uint8_t* row) : sum(_mm512_set1_ps(avx512::float_at(row + e.at))) {}
   };
 
-  template <bool kHead>
+  template <bool kHead, bool kZeros>
   INT4MOE_INLINE static __m512 add(const Block& b, const Token& t, __m512i sums, __m512 total) {
     return _mm512_fmadd_ps(_mm512_fnmadd_ps(b.zero, t.sum, _mm512_castsi512_ps(sums)), b.scale, total);
   }

@@ -62,14 +62,19 @@ struct Int8 {
     const uint8_t* codes = m.block_codes(block) + size_t(s.from) * kLineBytes;
     const __m512i mask = _mm512_set1_epi8(15), ones = _mm512_set1_epi8(1);
     __m512i sum = _mm512_setzero_si512();
-    for (int l = 0; l < s.lines; ++l, codes += kLineBytes) {
-      avx512::prefetch(codes + fetch(s.from + l));
-      const __m512i line = _mm512_load_si512(codes);
-      const __m512i low = _mm512_and_si512(line, mask);
-      const __m512i high = _mm512_and_si512(_mm512_srli_epi16(line, 4), mask);
-      _mm512_store_si512(weights + l * 128, low);
-      _mm512_store_si512(weights + l * 128 + 64, high);
-      sum = _mm512_dpbusd_epi32(sum, _mm512_add_epi8(low, high), ones);
+    for (int l = 0; l < s.lines;) {
+      const int to = l + kTileLines < s.lines ? l + kTileLines : s.lines;
+      __m512i bytes = _mm512_setzero_si512();  // of the lines of a tile: 16 codes, at most 240
+      for (; l < to; ++l, codes += kLineBytes) {
+        avx512::prefetch(codes + fetch(s.from + l));
+        const __m512i line = _mm512_load_si512(codes);
+        const __m512i low = _mm512_and_si512(line, mask);
+        const __m512i high = _mm512_and_si512(_mm512_srli_epi16(line, 4), mask);
+        _mm512_store_si512(weights + l * 128, low);
+        _mm512_store_si512(weights + l * 128 + 64, high);
+        bytes = _mm512_add_epi8(bytes, _mm512_add_epi8(low, high));
+      }
+      sum = _mm512_dpbusd_epi32(sum, bytes, ones);
     }
     for (int l = s.lines; l < s.tiles * kTileLines; ++l) {
       _mm512_store_si512(weights + l * 128, _mm512_setzero_si512());
@@ -85,17 +90,15 @@ struct Int8 {
         : scale(avx512::w4a8_scales(m) + 4 * size_t(s.index)), sum(avx512::w4a8_sums(m) + 4 * size_t(s.group)) {}
   };
   struct Token {
-    __m512 scale, sum;
+    float scale, sum;
     INT4MOE_INLINE Token(const Extra& e, const uint8_t* row)
-        : scale(_mm512_set1_ps(avx512::float_at(row + e.scale))), sum(_mm512_set1_ps(avx512::float_at(row + e.sum))) {}
+        : scale(avx512::float_at(row + e.scale)), sum(avx512::float_at(row + e.sum)) {}
   };
 
   // Integers of a segment are below 2^24: float32 has them exactly, and the bits of the VNNI kernel.
-  template <bool kHead>
+  template <bool kHead, bool kZeros>
   INT4MOE_INLINE static __m512 add(const Block& b, const Token& t, __m512i sums, __m512 total) {
-    if constexpr (kHead) total = _mm512_fmadd_ps(b.group.zero, t.sum, total);
-    const __m512 d = _mm512_cvtepi32_ps(_mm512_sub_epi32(sums, b.codes));
-    return _mm512_fmadd_ps(d, _mm512_mul_ps(b.group.scale, t.scale), total);
+    return avx512::w4a8_add<kHead, kZeros>(b.group, _mm512_sub_epi32(sums, b.codes), t.scale, t.sum, total);
   }
 
   static void multiply(const Matrix& m, int first, int blocks, const Rows& rows, float* out, size_t out_stride,

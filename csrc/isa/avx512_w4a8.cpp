@@ -13,6 +13,24 @@ INT4MOE_INLINE void dot(__m512i& acc, __m512i codes, __m512i x) {
   __asm__("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(codes), "v"(x));
 }
 
+// The sums of a segment of group g into the totals, which are in `out`.
+template <int B, int M, bool kHead, bool kZeros>
+INT4MOE_INLINE void add(const Matrix& m, const uint8_t* const (&scales)[B], const uint8_t* const (&zeros)[B], int g,
+                        const uint8_t* const (&x)[M], size_t scale_at, size_t sum_at, const __m512i (&acc)[B][M],
+                        bool fresh, float* out, size_t out_stride) {
+#pragma GCC unroll 4
+  for (int b = 0; b < B; ++b) {
+    const W4A8Group group = w4a8_group(m, scales[b], zeros[b], g);
+#pragma GCC unroll 12
+    for (int t = 0; t < M; ++t) {
+      float* at = out + t * out_stride + b * kBlockRows;
+      const __m512 total = fresh ? _mm512_setzero_ps() : _mm512_load_ps(at);
+      const float scale = float_at(x[t] + scale_at), sum = float_at(x[t] + sum_at);
+      _mm512_store_ps(at, w4a8_add<kHead, kZeros>(group, acc[b][t], scale, sum, total));
+    }
+  }
+}
+
 struct Int8 {
   template <int B, int M>
   static void tile(const Matrix& m, int block, const uint8_t* const* rows, float* out, size_t out_stride, const uint8_t* next) {
@@ -61,17 +79,12 @@ struct Int8 {
           }
         }
         const bool fresh = g == 0 && head;
-#pragma GCC unroll 4
-        for (int b = 0; b < B; ++b) {
-          const W4A8Group group = w4a8_group(m, scales[b], zeros[b], g);
-#pragma GCC unroll 12
-          for (int t = 0; t < M; ++t) {
-            float* at = out + t * out_stride + b * kBlockRows;
-            __m512 total = fresh ? _mm512_setzero_ps() : _mm512_load_ps(at);
-            if (head) total = _mm512_fmadd_ps(group.zero, _mm512_set1_ps(float_at(x[t] + sum_at)), total);
-            const __m512 scale = _mm512_mul_ps(group.scale, _mm512_set1_ps(float_at(x[t] + scale_at)));
-            _mm512_store_ps(at, _mm512_fmadd_ps(_mm512_cvtepi32_ps(acc[b][t]), scale, total));
-          }
+        if (!head) {
+          add<B, M, false, false>(m, scales, zeros, g, x, scale_at, sum_at, acc, fresh, out, out_stride);
+        } else if (!m.zeros) {
+          add<B, M, true, false>(m, scales, zeros, g, x, scale_at, sum_at, acc, fresh, out, out_stride);
+        } else {
+          add<B, M, true, true>(m, scales, zeros, g, x, scale_at, sum_at, acc, fresh, out, out_stride);
         }
       }
     }

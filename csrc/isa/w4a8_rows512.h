@@ -3,10 +3,11 @@
 // is what a zero point of 8 adds.
 //
 // A segment is 128 columns, or 64 of an input with heavy tails, or what is left of a group: as short as the accuracy of
-// W4A8 needs, since on AMX the sums of a segment cost more than its products. For one (row, token), group by group:
-// total = fma(zero / 8 * scale of the weights, the group's float, total); then for each segment of int8 values q
-// total = fma(float(sum(code * q)), scale of the weights * scale of the segment, total). Sums of a segment are exact, so
-// both kernels agree to the bit, and the AMX row may choose by the number of tokens.
+// W4A8 needs, since on AMX the sums of a segment cost more than its products. For one (row, token), group by group: for the
+// first segment of int8 values q
+//   total = fma(fma(float(sum(code * q)), scale of the segment, zero / 8 * the group's float), scale of the weights, total)
+// and for the others total = fma(float(sum(code * q)), scale of the weights * scale of the segment, total). Sums of a segment
+// are exact, so both kernels agree to the bit, and the AMX row may choose by the number of tokens.
 #pragma once
 
 #include "isa/avx512_common.h"
@@ -72,7 +73,7 @@ inline void w4a8_prepare(const Matrix& m, const float* x, uint8_t* row) {
   }
 }
 
-// What a group of a block has for the kernels: scales, and what its token's float is multiplied by.
+// Scales of a group of a block and, where zero points are stored, an eighth of them.
 struct W4A8Group {
   __m512 scale, zero;
 };
@@ -80,8 +81,17 @@ struct W4A8Group {
 INT4MOE_INLINE W4A8Group w4a8_group(const Matrix& m, const uint8_t* scales, const uint8_t* zeros, int group) {
   const __m512 s = load_scales(m, scales, group);
   if (!zeros) return {s, s};
-  const __m512 z = _mm512_mul_ps(_mm512_cvtepi32_ps(load_zeros(zeros, group)), _mm512_set1_ps(0.125f));
-  return {s, _mm512_mul_ps(z, s)};
+  return {s, _mm512_mul_ps(_mm512_cvtepi32_ps(load_zeros(zeros, group)), _mm512_set1_ps(0.125f))};
+}
+
+// The total with the sums of one more segment. kHead: the group's first.
+template <bool kHead, bool kZeros>
+INT4MOE_INLINE __m512 w4a8_add(const W4A8Group& group, __m512i sums, float scale, float sum, __m512 total) {
+  const __m512 d = _mm512_cvtepi32_ps(sums), segment = _mm512_set1_ps(scale);
+  if constexpr (!kHead) return _mm512_fmadd_ps(d, _mm512_mul_ps(group.scale, segment), total);
+  __m512 start = _mm512_set1_ps(sum);
+  if constexpr (kZeros) start = _mm512_mul_ps(group.zero, start);
+  return _mm512_fmadd_ps(_mm512_fmadd_ps(d, segment, start), group.scale, total);
 }
 
 }  // namespace

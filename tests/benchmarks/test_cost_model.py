@@ -57,3 +57,12 @@ def test_tiles_are_never_above_their_peak():
     busy = amx.segment("W4A16", amx.Loops(decode=30, add=4, gather=2), 32, 64, True, 128)
     assert busy.vector == 2 * 16 * 30 + 8 * 16 * 4 + 64 * 4 * 2
     assert busy.apart < busy.beside == busy.products / busy.vector
+
+
+def test_a_group_in_two_segments_has_the_costs_of_each():
+    loops = amx.Loops(decode=4, add=3, gather=1, more=2)
+    whole, cut = (amx.segment("W4A8", loops, 64, 64, True, 128, parts) for parts in (1, 2))
+    half = amx.segment("W4A8", loops, 64, 64, True, 64)
+    assert (cut.products, cut.tile) == (whole.products, 2 * half.tile) and cut.tile > whole.tile
+    assert cut.vector == whole.vector + 8 * 16 * loops.more
+    assert amx.layer_rate([whole, amx.segment("W4A8", loops, 64, 64, False, 128)], "W4A8", 64, 2.5) > whole.rate(2.5)

@@ -30,9 +30,13 @@ class Mutation:
 
 MUTATIONS = (
     Mutation("scalar.cpp", "float(-zero_at(zeros, g, r)) * sums[g]", "float(zero_at(zeros, g, r)) * sums[g]", "scalar"),
+    Mutation("scalar.cpp", "-zero_at(zeros, s.group, r)", "-zero_at(zeros, s.index, r)", "scalar"),
     Mutation("avx2_w4a16.cpp", "0x1p-12f", "0x1p-11f", "avx2"),
     Mutation("avx2_int16.cpp", "_mm256_srli_epi16(line, 4 * N)", "_mm256_srli_epi16(line, 3 * N)", "avx2"),
+    Mutation("avx2_int16.cpp", "_mm256_srai_epi32(sums16[t][0], 4)", "_mm256_srai_epi32(sums16[t][0], 3)", "avx2"),
     Mutation("avx2_w4a8.cpp", "_mm256_srli_epi16(line, 4)", "_mm256_srli_epi16(line, 3)", "avx2"),
+    Mutation("avx2_w4a8.cpp", "-8.0f * float(sum_lanes(sum))", "-7.0f * float(sum_lanes(sum))", "avx2"),
+    Mutation("avx2_w4a8.cpp", "for (int l = 1;; ++l) {", "for (int l = 2;; ++l) {", "avx2"),
     Mutation("avx2_w4a8.cpp", "dot(sums[t][1], w1, v)", "dot(sums[t][1], w0, v)", "avx2_vnni"),
     Mutation("avx2_common.h", "_mm256_set1_ps(1.0f / 24)", "_mm256_set1_ps(1.0f / 23)", "avx2"),
     Mutation("avx512_w4a16.cpp", "_mm512_srli_epi32(line, 28)", "_mm512_srli_epi32(line, 27)", "avx512"),
@@ -40,8 +44,10 @@ MUTATIONS = (
     Mutation("avx512_w4a8.cpp", "dot(acc[b][t], high[b], c)", "dot(acc[b][t], high[b], a)", "avx512"),
     Mutation("avx512_common.h", "_mm512_set1_ps(1.0f / 24)", "_mm512_set1_ps(1.0f / 23)", "avx512"),
     Mutation("w4a8_rows512.h", "127.0f / largest", "126.0f / largest", "avx512"),
+    Mutation("w4a8_rows512.h", "m.heavy_tails ? 8 : 16", "m.heavy_tails ? 16 : 16", "avx512"),
     Mutation("amx_w4a16.cpp", "_tile_dpbf16ps(3, 5, 7)", "_tile_dpbf16ps(3, 5, 6)", "amx"),
     Mutation("amx_w4a8.cpp", "_mm512_slli_epi32(sum, 7)", "_mm512_slli_epi32(sum, 6)", "amx"),
+    Mutation("amx_common.h", "{index++, g, l,", "{g, g, l,", "amx"),
     Mutation("amx_common.h", "_tile_stored(2, sums[2], 64)", "_tile_stored(1, sums[2], 64)", "amx"),
 )
 

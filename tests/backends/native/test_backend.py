@@ -41,7 +41,9 @@ def test_literal_word(isa, compute):
     packed = BACKEND.pack_linear(spec, LinearWeights(weight), run_config(isa, compute))
     x = torch.eye(8)
     expected = torch.tensor([[-1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0, 2.5]]).t()
-    torch.testing.assert_close(BACKEND.linear_forward(packed, x), expected, rtol=1e-6, atol=0)
+    # W4A8 takes the zero point's part off in float32, scaled by 1/127: equal code and zero leave a rest.
+    atol = 2e-7 if compute == "w4a8" else 0
+    torch.testing.assert_close(BACKEND.linear_forward(packed, x), expected, rtol=1e-6, atol=atol)
 
 
 @pytest.mark.parametrize(("isa", "compute"), ROWS)
