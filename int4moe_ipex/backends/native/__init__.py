@@ -7,8 +7,8 @@ W4A16 multiplies float32 activations in float32. Activations of 16 bits become i
 (finer than their own rounding) where that is faster, and sums within a group are exact; `csrc/isa/avx2_int16.cpp`.
 
 W4A8 makes activations int8 with one scale per token and segment of a group: 32 columns, on AVX-512 and AMX 128 and for
-down 64 (its input has heavier tails), which keeps the relative error of a layer below 1.5e-2; `csrc/isa/avx2_w4a8.cpp` and
-`w4a8_rows512.h`. Rows of AVX2 and AVX-VNNI agree to the bit, and so do AVX-512 and AMX.
+down 64 (its input has heavier tails), which keeps the relative error of a layer below 1.5e-2; `csrc/isa/avx2_w4a8.cpp`,
+`csrc/isa/w4a8_rows512.h`. Rows of AVX2 and AVX-VNNI agree to the bit, and so do AVX-512 and AMX.
 
 core.py loads the core, rows.py picks one of its rows, packing.py fills its buffers and reads them back, packed.py holds
 them, run.py calls it, ops.py makes that torch operators, and backend.py is the protocol of `backends/base.py`.
