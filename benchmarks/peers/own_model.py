@@ -57,7 +57,7 @@ def main() -> None:
     def parts(tokens: int) -> dict:
         session = Session(model)
         session.feed(prompt(1))
-        with breakdown(model) as step:
+        with breakdown(model, step=True) as step:
             for _ in range(PART_STEPS):
                 session.step()
         with breakdown(model) as whole:

@@ -11,14 +11,13 @@
 
 namespace int4moe {
 
-// A barrier for our own threads: spins briefly, then sleeps.
+// Spins briefly, then gives way to others, then sleeps. Pauses are few: a hypervisor takes a processor away from a guest
+// that pauses thousands of times in a row.
 class Barrier {
  public:
-  explicit Barrier(int size) : size_(size) {}
-
-  void wait() {
+  void wait(int size) {
     const unsigned phase = phase_.load(std::memory_order_acquire);
-    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size_) {
+    if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size) {
       arrived_.store(0, std::memory_order_relaxed);
       {
         std::lock_guard<std::mutex> lock(mutex_);
@@ -27,18 +26,22 @@ class Barrier {
       wake_.notify_all();
       return;
     }
-    for (int spin = 0; spin < 2000; ++spin) {
+    for (int spin = 0; spin < kSpins; ++spin) {
       if (phase_.load(std::memory_order_acquire) != phase) return;
       __builtin_ia32_pause();
+    }
+    for (int i = 0; i < kYields; ++i) {
+      if (phase_.load(std::memory_order_acquire) != phase) return;
+      std::this_thread::yield();
     }
     std::unique_lock<std::mutex> lock(mutex_);
     wake_.wait(lock, [&] { return phase_.load(std::memory_order_acquire) != phase; });
   }
 
  private:
-  const int size_;
-  std::atomic<int> arrived_{0};
-  std::atomic<unsigned> phase_{0};
+  static constexpr int kSpins = 2000, kYields = 200;
+  alignas(64) std::atomic<int> arrived_{0};
+  alignas(64) std::atomic<unsigned> phase_{0};
   std::mutex mutex_;
   std::condition_variable wake_;
 };
@@ -47,7 +50,6 @@ namespace {
 
 struct OpenMp {
   void (*parallel)(void (*)(void*), void*, unsigned, unsigned) = nullptr;
-  void (*barrier)() = nullptr;
   int (*thread_num)() = nullptr;
   int (*num_threads)() = nullptr;
 };
@@ -64,10 +66,9 @@ OpenMp find_openmp() {
   if (!dlsym(handle, "GOMP_parallel")) handle = dlopen("libgomp.so.1", RTLD_NOW | RTLD_LOCAL);
   if (!handle) return omp;
   resolve(handle, "GOMP_parallel", omp.parallel);
-  resolve(handle, "GOMP_barrier", omp.barrier);
   resolve(handle, "omp_get_thread_num", omp.thread_num);
   resolve(handle, "omp_get_num_threads", omp.num_threads);
-  if (!omp.parallel || !omp.barrier || !omp.thread_num || !omp.num_threads) return OpenMp{};
+  if (!omp.parallel || !omp.thread_num || !omp.num_threads) return OpenMp{};
 #endif
   return omp;
 }
@@ -86,7 +87,7 @@ class Pool {
       const int id = int(workers_.size()) + 1;
       workers_.emplace_back([this, id, seen = generation_] { work(id, seen); });
     }
-    Barrier barrier(threads);
+    Barrier barrier;
     {
       std::lock_guard<std::mutex> lock(mutex_);
       fn_ = fn;
@@ -154,12 +155,13 @@ Pool& pool() {
 struct Call {
   TeamFunction fn;
   void* arg;
+  Barrier barrier;
 };
 
 void enter(void* data) {
-  const auto* call = static_cast<const Call*>(data);
+  auto* call = static_cast<Call*>(data);
   const OpenMp& omp = openmp();
-  call->fn(Team{omp.thread_num(), omp.num_threads(), nullptr}, call->arg);
+  call->fn(Team{omp.thread_num(), omp.num_threads(), &call->barrier}, call->arg);
 }
 
 const int watch_forks = pthread_atfork(nullptr, nullptr, in_child);
@@ -169,12 +171,7 @@ bool use_openmp() { return openmp().parallel && !forked.load(std::memory_order_r
 }  // namespace
 
 void Team::barrier() const {
-  if (size == 1) return;
-  if (own) {
-    own->wait();
-  } else {
-    openmp().barrier();
-  }
+  if (size > 1) shared->wait(size);
 }
 
 void parallel(int threads, TeamFunction fn, void* arg) {
@@ -182,7 +179,7 @@ void parallel(int threads, TeamFunction fn, void* arg) {
   if (threads <= 1) {
     fn(Team{}, arg);
   } else if (use_openmp()) {
-    Call call{fn, arg};
+    Call call{fn, arg, {}};
     openmp().parallel(enter, &call, unsigned(threads), 0);
   } else {
     pool().run(threads, fn, arg);

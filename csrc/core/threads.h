@@ -13,7 +13,7 @@ class Barrier;
 struct Team {
   int id = 0;
   int size = 1;
-  Barrier* own = nullptr;  // null: the OpenMP runtime's barrier
+  Barrier* shared = nullptr;
 
   void barrier() const;
 };

@@ -129,5 +129,10 @@ void top_k_one(const TopK& t, int64_t token) {
   t.type == FloatType::kBFloat16 ? top_k_row<BFloat>(t, token) : top_k_row<Float>(t, token);
 }
 
+void add_bf16(int64_t count, const uint16_t* x, uint16_t* y) {
+#pragma GCC ivdep
+  for (int64_t i = 0; i < count; ++i) y[i] = float_to_bf16(bf16_to_float(y[i]) + bf16_to_float(x[i]));
+}
+
 }  // namespace avx2
 }  // namespace int4moe

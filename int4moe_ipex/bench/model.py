@@ -6,7 +6,7 @@ import statistics
 import time
 import warnings
 from collections import defaultdict
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from int4moe_ipex.models import decode
 from int4moe_ipex.moe.experts import Int4Experts
 
 # Class-name endings -> part; what no module of these covers (residuals, rotary tables, Python) is "other".
@@ -71,8 +72,12 @@ def _part_of(name: str, module: nn.Module) -> str | None:
 
 
 @contextmanager
-def breakdown(model: nn.Module):
+def breakdown(model: nn.Module, step: bool = False):
     """Within the block, adds up the seconds spent in each part's modules, each part without those nested in it.
+
+    Args:
+        step: decoding steps are what is measured. Where the core takes all layers in one call, its own clock tells the
+            parts (norms belong to attention and router then); modules that are watched would not be left out.
 
     Yields:
         A dict part -> seconds, complete when the block ends; "other" is what no part covers.
@@ -94,18 +99,22 @@ def breakdown(model: nn.Module):
             stack[-1][2] += taken
 
     handles = []
-    for name, module in model.named_modules():
-        part = _part_of(name, module)
-        if part is not None:
-            handles += [module.register_forward_pre_hook(enter(part)), module.register_forward_hook(leave)]
-    start = time.perf_counter()
-    try:
-        yield seconds
-    finally:
-        total = time.perf_counter() - start
-        for handle in handles:
-            handle.remove()
-        seconds["other"] = total - sum(seconds.values())
+    with ExitStack() as contexts:
+        layers = contexts.enter_context(decode.timed(model)) if step else None
+        for name, module in model.named_modules():
+            part = _part_of(name, module)
+            if part is not None and (layers is None or ".layers." not in name):
+                handles += [module.register_forward_pre_hook(enter(part)), module.register_forward_hook(leave)]
+        start = time.perf_counter()
+        try:
+            yield seconds
+        finally:
+            total = time.perf_counter() - start
+            for handle in handles:
+                handle.remove()
+    for part, taken in (layers or {}).items():
+        seconds[part] += taken
+    seconds["other"] = total - sum(seconds.values())
 
 
 class Session:
@@ -153,7 +162,7 @@ def measure(model: nn.Module, prompt_tokens: int = 512, new_tokens: int = 64, re
             start = time.perf_counter()
             session.step()
             steps.append(time.perf_counter() - start)
-        with breakdown(model) as decode_parts:
+        with breakdown(model, step=True) as decode_parts:
             for _ in range(max(1, new_tokens // 4)):
                 session.step()
         with breakdown(model) as prefill_parts:

@@ -17,6 +17,8 @@ class GrowingLayer(DynamicLayer):
     def __init__(self, **kwargs: Any):
         super().__init__(**kwargs)
         self._buffers: tuple[torch.Tensor, torch.Tensor] | None = None
+        # Of the buffers: the addresses of keys and values, then three strides in elements of each.
+        self.addresses: tuple[int, ...] = ()
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
@@ -27,13 +29,26 @@ class GrowingLayer(DynamicLayer):
             self.lazy_initialization(key_states, value_states)
         length = self.keys.shape[-2]
         total = length + key_states.shape[-2]
-        if not self._fits(total):
-            self._buffers = _grown(self.keys, total), _grown(self.values, total)
+        self.reserve(total)
         keys, values = self._buffers
         keys[..., length:total, :].copy_(key_states)
         values[..., length:total, :].copy_(value_states)
         self.keys, self.values = keys[..., :total, :], values[..., :total, :]
         return self.keys, self.values
+
+    def reserve(self, total: int) -> None:
+        """Makes room for `total` tokens in the buffers, whose start keys and values then are."""
+        if self._fits(total):
+            return
+        keys, values = self._buffers = _grown(self.keys, total), _grown(self.values, total)
+        self.addresses = (keys.data_ptr(), values.data_ptr(), *keys.stride()[:3], *values.stride()[:3])
+        self.keys, self.values = keys[..., : self.keys.shape[-2], :], values[..., : self.values.shape[-2], :]
+
+    def extend(self) -> None:
+        """Takes in the token that somebody has written behind the last one."""
+        length = self.keys.shape[-2] + 1
+        keys, values = self._buffers
+        self.keys, self.values = keys.narrow(-2, 0, length), values.narrow(-2, 0, length)
 
     def _fits(self, total: int) -> bool:
         """Whether keys and values still are the start of the buffers (cropping keeps that, reordering does not)."""
@@ -51,6 +66,15 @@ def _grown(view: torch.Tensor, total: int) -> torch.Tensor:
     buffer = view.new_empty((*view.shape[:-2], room, view.shape[-1]))
     buffer[..., : view.shape[-2], :].copy_(view)
     return buffer
+
+
+def growing(layer: Any) -> GrowingLayer | None:
+    """The same keys and values in a layer that grows in place; None for other kinds than transformers' plain one."""
+    if type(layer) is not DynamicLayer:
+        return None
+    made = GrowingLayer()
+    made.__dict__.update(layer.__dict__)
+    return made
 
 
 def growing_cache(model: Any) -> Cache:

@@ -247,10 +247,14 @@ def fuse(model: nn.Module, keep_attention: bool = False) -> dict[str, int]:
     if not keep_attention and model.config._attn_implementation == "sdpa":
         attention.register()
         model.config._attn_implementation = attention.NAME
+    from int4moe_ipex.models import decode
+
     for module in model.modules():
         fusion = _fusion(module)
+        name = type(module).__name__
         if fusion is not None:
-            name = type(module).__name__
             module.__class__ = _fused_class(fusion, type(module))
+            fused[name] = fused.get(name, 0) + 1
+        elif decode.fuse(module):
             fused[name] = fused.get(name, 0) + 1
     return fused

@@ -1,0 +1,119 @@
+// The decoder of int4moe_ipex/models/decode.py, which has checked types, shapes and who keeps the memory.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/vector.h>
+
+#include <deque>
+#include <optional>
+#include <utility>
+
+#include "bindings.h"
+#include "core/decode.h"
+
+namespace int4moe {
+
+namespace {
+
+// A linear as `Decoder.add_layer` takes it.
+struct PyDecodeLinear {
+  DecodeLinear linear;
+  std::optional<Layout> layout;  // of an int4 one
+};
+
+PyDecodeLinear int4_linear(const PyLinear& handle, uintptr_t blob) {
+  PyDecodeLinear p{{}, handle.layout()};
+  p.linear.kernels = handle.kernels(FloatType::kBFloat16);
+  p.linear.blob = address<const uint8_t>(blob);
+  const Dims& d = p.layout->dims(kUp);
+  p.linear.rows = d.rows;
+  p.linear.columns = d.columns;
+  return p;
+}
+
+PyDecodeLinear dense_linear(uintptr_t weight, uintptr_t bias, int rows, int columns) {
+  PyDecodeLinear p;
+  p.linear.dense = address<const uint16_t>(weight);
+  p.linear.bias = address<const uint16_t>(bias);
+  p.linear.rows = rows;
+  p.linear.columns = columns;
+  return p;
+}
+
+class PyDecoder {
+ public:
+  PyDecoder(int hidden, int heads, int kv_heads, int head_dim) : shape_{hidden, heads, kv_heads, head_dim} {}
+
+  void add_layer(std::pair<uintptr_t, uintptr_t> norms, float eps, const std::vector<PyDecodeLinear>& qkvo,
+                 std::pair<uintptr_t, uintptr_t> head_norms, float head_eps, float scale, uintptr_t router,
+                 bool normalise, int score_type, int top_k, const PyExperts& experts, uintptr_t blob) {
+    DecodeLayer l;
+    l.input_norm = address<const uint16_t>(norms.first);
+    l.post_norm = address<const uint16_t>(norms.second);
+    l.eps = eps;
+    DecodeLinear* const linears[] = {&l.q, &l.k, &l.v, &l.o};
+    for (int i = 0; i < 4; ++i) {
+      *linears[i] = qkvo.at(size_t(i)).linear;
+      if (const auto& layout = qkvo[size_t(i)].layout) linears[i]->layout = keep(*layout);
+    }
+    l.q_norm = address<const uint16_t>(head_norms.first);
+    l.k_norm = address<const uint16_t>(head_norms.second);
+    l.head_eps = head_eps;
+    l.scale = scale;
+    l.router = address<const uint16_t>(router);
+    l.normalise = normalise;
+    l.score_type = FloatType(score_type);
+    l.top_k = top_k;
+    l.experts = experts.fixed(FloatType::kBFloat16);
+    l.experts.layout = keep(experts.layout());
+    l.experts.blob = address<const uint8_t>(blob);
+    layers_.push_back(l);
+  }
+
+  // caches: for each layer the addresses of keys and values, then three strides of each.
+  void step(int rows, uintptr_t hidden, uintptr_t cos, uintptr_t sin, int cos_rows, const std::vector<int64_t>& caches,
+            int64_t length, int threads) {
+    constexpr size_t kNumbers = 8;
+    if (rows < 1 || rows > kDecodeRows || caches.size() != kNumbers * layers_.size()) {
+      throw std::invalid_argument("rows or caches do not fit the decoder");
+    }
+    nb::gil_scoped_release release;
+    std::vector<DecodeCache> where(layers_.size());
+    for (size_t i = 0; i < where.size(); ++i) {
+      const int64_t* n = caches.data() + kNumbers * i;
+      where[i] = {address<uint16_t>(uintptr_t(n[0])), address<uint16_t>(uintptr_t(n[1])), {n[2], n[3], n[4]}, {n[5], n[6], n[7]}};
+    }
+    const DecodeArgs args{rows, address<uint16_t>(hidden), address<const uint16_t>(cos), address<const uint16_t>(sin),
+                          cos_rows, where.data(), length, std::max(threads, 1), timed ? seconds_.data() : nullptr};
+    decode_step(shape_, layers_, args);
+  }
+
+  // Seconds of attention, router and experts since the last call, of the steps while `timed`.
+  std::vector<double> take_seconds() { return std::exchange(seconds_, std::vector<double>(kDecodeParts)); }
+
+  bool timed = false;
+
+ private:
+  const Layout* keep(const Layout& layout) { return &layouts_.emplace_back(layout); }
+
+  DecodeShape shape_;
+  std::vector<DecodeLayer> layers_;
+  std::vector<double> seconds_ = std::vector<double>(kDecodeParts);
+  std::deque<Layout> layouts_;  // their addresses stay
+};
+
+}  // namespace
+
+void bind_decode(nb::module_& m) {
+  m.attr("decode_rows") = kDecodeRows;
+  nb::class_<PyDecodeLinear>(m, "DecodeLinear")
+      .def_static("int4", &int4_linear)
+      .def_static("dense", &dense_linear);
+  nb::class_<PyDecoder>(m, "Decoder")
+      .def(nb::init<int, int, int, int>(), nb::arg("hidden"), nb::arg("heads"), nb::arg("kv_heads"), nb::arg("head_dim"))
+      .def("add_layer", &PyDecoder::add_layer)
+      .def("step", &PyDecoder::step)
+      .def("take_seconds", &PyDecoder::take_seconds)
+      .def_rw("timed", &PyDecoder::timed);
+}
+
+}  // namespace int4moe

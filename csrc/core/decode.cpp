@@ -1,0 +1,330 @@
+#include "core/decode.h"
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <new>
+#include <optional>
+
+#include "core/attention.h"
+#include "core/elementwise.h"
+#include "core/experts_pass.h"
+#include "core/routing.h"
+#include "core/threads.h"
+#include "core/workspace.h"
+#include "isa/avx2_attention.h"
+#include "isa/avx2_dense.h"
+#include "isa/avx2_elementwise.h"
+#include "isa/float_bits.h"
+
+namespace int4moe {
+
+#ifdef INT4MOE_HAVE_AVX2
+
+namespace {
+
+constexpr int kItemBlocks = 4;   // blocks of 16 rows that a thread takes at once
+constexpr int kItemColumns = kItemBlocks * kBlockRows;
+constexpr int kProjectionsTogether = 3;
+
+using Clock = std::chrono::steady_clock;
+
+// Outputs of up to three linears over one input, each dense [rows][its rows].
+struct Group {
+  const DecodeLinear* linear[kProjectionsTogether];
+  uint16_t* out[kProjectionsTogether];
+  int count;
+};
+
+class Step {
+ public:
+  Step(const DecodeShape& shape, const std::vector<DecodeLayer>& layers, const DecodeArgs& args, Assignments& work,
+       std::vector<ExpertsItem>& items)
+      : s_(shape), layers_(layers), a_(args), work_(work), items_(items) {
+    for (const DecodeLayer& l : layers_) {
+      for (const DecodeLinear* p : {&l.q, &l.k, &l.v, &l.o}) {
+        columns_ = std::max(columns_, p->columns);
+        const size_t bytes = p->layout ? p->kernels->row_bytes(matrix(*p)) : size_t(p->columns) * sizeof(float);
+        prepared_bytes_ = std::max(prepared_bytes_, (bytes * size_t(a_.rows) + 63) / 64 * 64);
+      }
+      experts_ = std::max(experts_, l.experts.layout->experts());
+      top_k_ = std::max(top_k_, l.top_k);
+    }
+  }
+
+  size_t carve(std::byte* base) {
+    Carver c(base);
+    const auto rows = size_t(a_.rows);
+    q_ = c.take<uint16_t>(rows * size_t(s_.heads) * s_.head_dim);
+    k_ = c.take<uint16_t>(rows * size_t(s_.kv_heads) * s_.head_dim);
+    v_ = c.take<uint16_t>(rows * size_t(s_.kv_heads) * s_.head_dim);
+    mixed_ = c.take<uint16_t>(rows * size_t(s_.heads) * s_.head_dim);
+    added_ = c.take<uint16_t>(rows * size_t(s_.hidden));
+    logits_ = c.take<uint16_t>(rows * size_t(experts_));
+    scores_ = c.take<float>(rows * size_t(top_k_));
+    ids_ = c.take<int64_t>(rows * size_t(top_k_));
+    counters_ = c.take<std::atomic<int>>(layers_.size() * kPhases);
+    for (int t = 0; t < a_.threads; ++t) {
+      Mine m;
+      m.hidden = c.take<uint16_t>(rows * size_t(s_.hidden));
+      m.normed = c.take<uint16_t>(rows * size_t(s_.hidden));
+      m.stage = c.take<float>(std::max(size_t(columns_), rows * size_t(s_.hidden)) + 16);
+      m.out = c.take<float>(rows * kItemColumns);
+      for (uint8_t*& p : m.prepared) p = c.take<uint8_t>(prepared_bytes_);
+      mine_.resize(size_t(a_.threads));
+      mine_[size_t(t)] = m;
+    }
+    return c.used();
+  }
+
+  void reset() {
+    for (size_t i = 0; i < layers_.size() * kPhases; ++i) new (&counters_[i]) std::atomic<int>(0);
+  }
+
+  bool failed() const { return failed_; }
+
+  void run(const Team& team) {
+    Mine& m = mine_[size_t(team.id)];
+    std::memcpy(m.hidden, a_.hidden, size_t(a_.rows) * s_.hidden * sizeof(uint16_t));
+    if (team.id == 0) last_ = Clock::now();
+    for (size_t i = 0; i < layers_.size(); ++i) {
+      attention_block(team, m, i);
+      took(team, kAttentionPart);
+      if (!experts_block(team, m, i)) return;
+      took(team, kExpertsPart);
+    }
+    if (team.id == 0) std::memcpy(a_.hidden, m.hidden, size_t(a_.rows) * s_.hidden * sizeof(uint16_t));
+  }
+
+ private:
+  enum Phase { kInputs, kHeads, kOutput, kPhases };
+
+  // A thread's own: it keeps the hidden states itself, so that adding to them and normalising them needs no barrier.
+  struct Mine {
+    uint16_t *hidden, *normed;
+    float *stage, *out;
+    uint8_t* prepared[kProjectionsTogether];
+  };
+
+  void took(const Team& team, DecodePart part) {
+    if (!a_.seconds || team.id != 0) return;
+    const auto now = Clock::now();
+    a_.seconds[part] += std::chrono::duration<double>(now - last_).count();
+    last_ = now;
+  }
+
+  static Matrix matrix(const DecodeLinear& p) { return p.layout->matrix(p.blob, 0, kUp); }
+
+  std::atomic<int>& counter(size_t layer, Phase phase) { return counters_[layer * kPhases + phase]; }
+
+  void normalise(Mine& m, const uint16_t* weight, float eps) {
+    for (int r = 0; r < a_.rows; ++r) {
+      const size_t at = size_t(r) * s_.hidden;
+      avx2::rms_norm_row(FloatType::kBFloat16, s_.hidden, m.hidden + at, weight, eps, m.normed + at);
+    }
+  }
+
+  void add(Mine& m) {
+    const int64_t n = int64_t(a_.rows) * s_.hidden;
+    avx2::add_bf16(n, added_, m.hidden);
+  }
+
+  void attention_block(const Team& team, Mine& m, size_t i) {
+    const DecodeLayer& l = layers_[i];
+    normalise(m, l.input_norm, l.eps);
+    multiply(m, m.normed, {{&l.q, &l.k, &l.v}, {q_, k_, v_}, 3}, counter(i, kInputs));
+    team.barrier();
+    heads(l, a_.caches[i], counter(i, kHeads));
+    team.barrier();
+    multiply(m, mixed_, {{&l.o}, {added_}, 1}, counter(i, kOutput));
+    team.barrier();
+    add(m);
+  }
+
+  // Rotates, extends the cache and attends, for one sequence and key/value head after the other.
+  void heads(const DecodeLayer& l, const DecodeCache& cache, std::atomic<int>& next) {
+    const int group = s_.heads / s_.kv_heads, n = s_.head_dim;
+    const auto head = [&](uint16_t* x, int count, const uint16_t* norm, int row) {
+      const int64_t at = int64_t(row % a_.cos_rows) * n;
+      avx2::rotate_one({FloatType::kBFloat16, 1, count, n, x, a_.cos + at, a_.sin + at, 1, norm, l.head_eps}, 0);
+    };
+    AttentionArgs attention{FloatType::kBFloat16, a_.rows, s_.heads, s_.kv_heads, 1, a_.length + 1, n, n, {}, {}, {},
+                            mixed_, l.scale};
+    attention.q = {q_, {int64_t(s_.heads) * n, n, n}};
+    attention.k = {cache.keys, {cache.key_stride[0], cache.key_stride[1], cache.key_stride[2]}};
+    attention.v = {cache.values, {cache.value_stride[0], cache.value_stride[1], cache.value_stride[2]}};
+    const int tasks = a_.rows * s_.kv_heads;
+    for (int task; (task = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) {
+      const int row = task / s_.kv_heads, h = task % s_.kv_heads;
+      head(q_ + (int64_t(row) * s_.heads + int64_t(h) * group) * n, group, l.q_norm, row);
+      uint16_t *key = k_ + int64_t(task) * n, *value = v_ + int64_t(task) * n;
+      head(key, 1, l.k_norm, row);
+      const auto place = [&](const int64_t (&stride)[3]) { return row * stride[0] + h * stride[1] + a_.length * stride[2]; };
+      std::memcpy(cache.keys + place(cache.key_stride), key, size_t(n) * sizeof(uint16_t));
+      std::memcpy(cache.values + place(cache.value_stride), value, size_t(n) * sizeof(uint16_t));
+      avx2::attend(attention, row, h, 0, 1);
+    }
+  }
+
+  void prepare(Mine& m, const DecodeLinear& p, const uint16_t* x, uint8_t* prepared) {
+    if (!p.layout) {
+      avx2::widen(int64_t(a_.rows) * p.columns, x, reinterpret_cast<float*>(prepared));
+      return;
+    }
+    const Matrix w = matrix(p);
+    const size_t bytes = p.kernels->row_bytes(w);
+    for (int r = 0; r < a_.rows; ++r) {
+      p.kernels->load(FloatType::kBFloat16, x + size_t(r) * p.columns, p.layout->perm(p.blob, 0, kUp), m.stage, size_t(p.columns));
+      p.kernels->prepare(w, m.stage, prepared + bytes * size_t(r));
+    }
+  }
+
+  // Whether b reads what `prepare` wrote for a.
+  static bool same_input(const DecodeLinear& a, const DecodeLinear& b) {
+    if (!a.layout || !b.layout) return !a.layout && !b.layout;
+    return a.kernels == b.kernels && matrix(a).group_size == matrix(b).group_size && !a.layout->perm(a.blob, 0, kUp) &&
+           !b.layout->perm(b.blob, 0, kUp);
+  }
+
+  void multiply(Mine& m, const uint16_t* x, const Group& g, std::atomic<int>& next) {
+    const uint8_t* prepared[kProjectionsTogether] = {};
+    int ends[kProjectionsTogether];
+    for (int i = 0, end = 0; i < g.count; ++i) {
+      for (int j = 0; j < i && !prepared[i]; ++j) {
+        if (same_input(*g.linear[j], *g.linear[i])) prepared[i] = prepared[j];
+      }
+      if (!prepared[i]) {
+        prepare(m, *g.linear[i], x, m.prepared[i]);
+        prepared[i] = m.prepared[i];
+      }
+      ends[i] = end += ceil_div(g.linear[i]->rows, kItemColumns);
+    }
+    const auto codes = [&](int item) -> const uint8_t* {
+      int i = 0;
+      while (i < g.count && item >= ends[i]) ++i;
+      if (i == g.count || !g.linear[i]->layout) return nullptr;
+      return matrix(*g.linear[i]).block_codes((item - (i ? ends[i - 1] : 0)) * kItemBlocks);
+    };
+    for (int at = next.fetch_add(1, std::memory_order_relaxed); at < ends[g.count - 1];) {
+      const int after = next.fetch_add(1, std::memory_order_relaxed);
+      int i = 0;
+      while (at >= ends[i]) ++i;
+      item(m, *g.linear[i], at - (i ? ends[i - 1] : 0), prepared[i], g.out[i], codes(after));
+      at = after;
+    }
+  }
+
+  void item(Mine& m, const DecodeLinear& p, int at, const uint8_t* prepared, uint16_t* y, const uint8_t* next) {
+    const int column = at * kItemColumns, valid = std::min(kItemColumns, p.rows - column);
+    if (!p.layout) {
+      dense(p.dense, p.bias, p.rows, p.columns, column, column + valid, reinterpret_cast<const float*>(prepared), y);
+      return;
+    }
+    const Matrix w = matrix(p);
+    const int first = at * kItemBlocks, blocks = std::min(kItemBlocks, w.blocks - first), width = blocks * kBlockRows;
+    const Rows rows{prepared, p.kernels->row_bytes(w), nullptr, a_.rows};
+    p.kernels->multiply(w, first, blocks, rows, m.out, size_t(width), next);
+    const float* bias = p.layout->bias(p.blob, 0, kUp);
+    for (int r = 0; r < a_.rows; ++r) {
+      float* out = m.out + size_t(r) * width;
+      if (bias) {
+        for (int j = 0; j < valid; ++j) out[j] += bias[column + j];
+      }
+      p.kernels->store(FloatType::kBFloat16, out, y + size_t(r) * p.rows + column, size_t(valid));
+    }
+  }
+
+  void dense(const uint16_t* w, const uint16_t* bias, int64_t rows, int64_t columns, int64_t first, int64_t last,
+             const float* wide, uint16_t* y) {
+    for (int from = 0; from < a_.rows; from += avx2::kDenseTile) {
+      const int n = std::min(avx2::kDenseTile, a_.rows - from);
+      avx2::dense_rows(n, first, last, rows, columns, wide + from * columns, w, bias, y + from * rows);
+    }
+  }
+
+  bool experts_block(const Team& team, Mine& m, size_t i) {
+    const DecodeLayer& l = layers_[i];
+    const int experts = l.experts.layout->experts();
+    normalise(m, l.post_norm, l.eps);
+    avx2::widen(int64_t(a_.rows) * s_.hidden, m.normed, m.stage);
+    dense(l.router, nullptr, experts, s_.hidden, int64_t(experts) * team.id / team.size,
+          int64_t(experts) * (team.id + 1) / team.size, m.stage, logits_);
+    team.barrier();
+    if (team.id == 0) route(l, m.normed, experts);
+    team.barrier();
+    if (failed_) return false;
+    took(team, kRouterPart);
+    pass_->run(team);
+    team.barrier();
+    add(m);
+    return true;
+  }
+
+  // By one thread while the others wait: which experts, and who does what.
+  void route(const DecodeLayer& l, const uint16_t* x, int experts) {
+    try {
+      const TopK top{FloatType::kBFloat16, a_.rows, experts, l.top_k, logits_, l.normalise, l.score_type, scores_, ids_};
+      for (int r = 0; r < a_.rows; ++r) avx2::top_k_one(top, r);
+      Routing routing;
+      routing.ids = ids_;
+      routing.id_stride[0] = routing.weight_stride[0] = l.top_k;
+      routing.id_stride[1] = routing.weight_stride[1] = 1;
+      routing.weights = scores_;
+      routing.weight_type = l.score_type;
+      routing.tokens = a_.rows;
+      routing.top_k = l.top_k;
+      work_.build(routing, experts, 0, a_.rows);
+      arguments_ = l.experts;
+      arguments_.x = x;
+      arguments_.type = FloatType::kBFloat16;
+      arguments_.x_stride = arguments_.y_stride = s_.hidden;
+      arguments_.y = added_;
+      arguments_.threads = a_.threads;
+      pass_.emplace(arguments_, work_, items_, 0, a_.rows);
+      pass_->carve(pass_memory_.reserve(pass_->carve(nullptr)));
+      pass_->reset();
+    } catch (const std::bad_alloc&) {
+      failed_ = true;
+    }
+  }
+
+  const DecodeShape& s_;
+  const std::vector<DecodeLayer>& layers_;
+  const DecodeArgs& a_;
+  int columns_ = 0, experts_ = 0, top_k_ = 0;
+  size_t prepared_bytes_ = 0;
+  uint16_t *q_ = nullptr, *k_ = nullptr, *v_ = nullptr, *mixed_ = nullptr, *added_ = nullptr, *logits_ = nullptr;
+  float* scores_ = nullptr;
+  int64_t* ids_ = nullptr;
+  std::atomic<int>* counters_ = nullptr;
+  std::vector<Mine> mine_;
+  Assignments& work_;
+  std::vector<ExpertsItem>& items_;
+  ExpertsArgs arguments_;
+  Workspace pass_memory_;
+  std::optional<ExpertsPass> pass_;
+  bool failed_ = false;
+  Clock::time_point last_;
+};
+
+}  // namespace
+
+void decode_step(const DecodeShape& shape, const std::vector<DecodeLayer>& layers, const DecodeArgs& args) {
+  static thread_local Assignments work;
+  static thread_local std::vector<ExpertsItem> items;
+  Step step(shape, layers, args, work, items);
+  Workspace workspace;
+  step.carve(workspace.reserve(step.carve(nullptr)));
+  step.reset();
+  parallel(args.threads, [&step](const Team& team) { step.run(team); });
+  if (step.failed()) throw std::bad_alloc();
+}
+
+#else
+
+void decode_step(const DecodeShape&, const std::vector<DecodeLayer>&, const DecodeArgs&) {}
+
+#endif
+
+}  // namespace int4moe

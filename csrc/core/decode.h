@@ -1,0 +1,70 @@
+// One token of every sequence through all decoder layers, in one parallel region. Module by module a step passes through
+// Python some twenty times a layer and wakes the threads ten times; at one token that takes as long as the products.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "core/experts.h"
+#include "core/layout.h"
+#include "isa/kernels.h"
+
+namespace int4moe {
+
+// Rows (sequences) that a step takes at most.
+constexpr int kDecodeRows = 8;
+
+// y = x W^T + bias: an int4 linear, or a dense bfloat16 one whose columns are a multiple of 32.
+struct DecodeLinear {
+  const Layout* layout = nullptr;  // int4: one expert whose only projection is up
+  const Kernels* kernels = nullptr;
+  const uint8_t* blob = nullptr;
+  const uint16_t* dense = nullptr;  // [rows, columns] where layout is null
+  const uint16_t* bias = nullptr;   // [rows] or null; of a dense one (an int4 one has its own)
+  int rows = 0, columns = 0;
+};
+
+// Attention over rotated whole heads, then experts behind a softmax router; both with an RMSNorm before and the sum with
+// what came in after. Norms and routers are bfloat16.
+struct DecodeLayer {
+  const uint16_t *input_norm = nullptr, *post_norm = nullptr;  // [hidden]
+  float eps = 0;
+  DecodeLinear q, k, v, o;
+  const uint16_t *q_norm = nullptr, *k_norm = nullptr;  // [head_dim], or null
+  float head_eps = 0, scale = 0;                        // scale: of the scores
+  const uint16_t* router = nullptr;                     // [experts, hidden]
+  bool normalise = false;                               // divide the scores of the chosen by their sum
+  FloatType score_type = FloatType::kBFloat16;
+  int top_k = 0;
+  ExpertsArgs experts;  // layout, kernels, blob, activation and one_input
+};
+
+struct DecodeShape {
+  int hidden = 0, heads = 0, kv_heads = 0, head_dim = 0;  // hidden: a multiple of 32; head_dim: of 16
+};
+
+// Where a layer's keys and values lie: strides in elements by sequence, head and token. Room for one more token.
+struct DecodeCache {
+  uint16_t *keys = nullptr, *values = nullptr;
+  int64_t key_stride[3] = {}, value_stride[3] = {};
+};
+
+struct DecodeArgs {
+  int rows = 0;           // sequences, one token each, 1..kDecodeRows
+  uint16_t* hidden = nullptr;  // bfloat16 [rows, hidden], in and out
+  const uint16_t *cos = nullptr, *sin = nullptr;  // [cos_rows, head_dim]; row r takes row r % cos_rows
+  int cos_rows = 1;
+  const DecodeCache* caches = nullptr;  // one per layer
+  int64_t length = 0;                   // tokens in every cache before this step
+  int threads = 1;
+  double* seconds = nullptr;            // [kDecodeParts] to which to add the time of each part, norms included, or null
+};
+
+enum DecodePart { kAttentionPart = 0, kRouterPart = 1, kExpertsPart = 2, kDecodeParts = 3 };
+
+// Needs dense_available(). Each layer's keys and values are written at `length`; the result's bits are those of the single
+// operations (rms_norm, linear_forward, rotate, attention, dense_linear, softmax_top_k, experts_forward) in turn.
+// Throws std::bad_alloc.
+void decode_step(const DecodeShape& shape, const std::vector<DecodeLayer>& layers, const DecodeArgs& args);
+
+}  // namespace int4moe

@@ -1,0 +1,235 @@
+// A decoding step in one call against the single operations that it is made of: equal bits, on any number of threads.
+#include <cstdio>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "cases.h"
+#include "core/attention.h"
+#include "core/decode.h"
+#include "core/dense.h"
+#include "core/elementwise.h"
+#include "core/linear.h"
+#include "core/pack.h"
+#include "isa/float_bits.h"
+#include "kernels_test.h"
+
+namespace tests {
+
+using namespace int4moe;
+
+namespace {
+
+constexpr int kHidden = 96, kInner = 56, kHeads = 6, kKvHeads = 2, kHeadDim = 16, kExperts = 5, kTopK = 2, kLayers = 2;
+constexpr int kLength = 70, kRoom = 80;  // tokens in the cache: more than one block of keys
+constexpr FloatType kType = FloatType::kBFloat16;
+using Words = std::vector<uint16_t>;
+
+Words random_words(size_t count, Random& random, float scale, float offset = 0) {
+  Words words;
+  for (size_t i = 0; i < count; ++i) words.push_back(float_to_bf16(offset + scale * random.normal()));
+  return words;
+}
+
+Dims dims(int rows, int columns, int group, bool more) {
+  Dims d;
+  d.rows = rows;
+  d.columns = columns;
+  d.group_size = group;
+  d.scale_type = ScaleType::kBFloat16;
+  d.zeros = d.bias = d.perm = more;
+  return d;
+}
+
+// Random int4 weights of every projection of a layout.
+struct Packed {
+  Layout layout;
+  Buffer<uint8_t> blob;
+
+  Packed(const Layout& l, Random& random) : layout(l), blob(l.total_bytes()) {
+    for (int e = 0; e < layout.experts(); ++e) {
+      for (const Projection p : {kGate, kUp, kDown}) {
+        const Dims& d = layout.dims(p);
+        if (!d.present()) continue;
+        std::vector<uint8_t> codes(size_t(d.rows) * d.columns / 2), zeros(size_t(d.rows) * d.groups());
+        for (auto& c : codes) c = uint8_t(random.next());
+        for (auto& z : zeros) z = uint8_t(random.below(16));
+        Words scales = random_words(zeros.size(), random, 0.002f, 0.02f);
+        std::vector<float> bias(static_cast<size_t>(d.rows), 0.01f);
+        std::vector<int32_t> perm;
+        for (int k = 0; k < d.columns; ++k) perm.push_back(d.columns - 1 - k);
+        pack(layout, blob.data(), e, p,
+             {codes.data(), reinterpret_cast<uint8_t*>(scales.data()), d.zeros ? zeros.data() : nullptr,
+              d.bias ? bias.data() : nullptr, d.perm ? perm.data() : nullptr}, nullptr, 1);
+      }
+    }
+  }
+};
+
+struct Model {
+  Random random{31};
+  // The second layer has act-order and biases in its first linear, and a dense one for keys.
+  std::vector<Packed> linears, experts;
+  std::vector<Words> words;  // norms, routers and dense weights
+  std::vector<DecodeLayer> layers;
+  Words cos, sin;
+
+  explicit Model(const Kernels& k) {
+    linears.reserve(4 * kLayers);
+    experts.reserve(kLayers);
+    words.reserve(8 * kLayers);
+    for (int i = 0; i < kLayers; ++i) {
+      DecodeLayer l;
+      l.input_norm = keep(kHidden, 0.1f, 1);
+      l.post_norm = keep(kHidden, 0.1f, 1);
+      l.eps = l.head_eps = 1e-6f;
+      l.q = int4(k, kHeads * kHeadDim, kHidden, i == 1);
+      l.k = i ? dense(kKvHeads * kHeadDim, kHidden) : int4(k, kKvHeads * kHeadDim, kHidden, false);
+      l.v = int4(k, kKvHeads * kHeadDim, kHidden, false);
+      l.o = int4(k, kHidden, kHeads * kHeadDim, false);
+      if (i == 0) {
+        l.q_norm = keep(kHeadDim, 0.1f, 1);
+        l.k_norm = keep(kHeadDim, 0.1f, 1);
+      }
+      l.scale = 0.25f;
+      l.router = keep(size_t(kExperts) * kHidden, 0.1f);
+      l.normalise = i == 0;
+      l.score_type = i ? FloatType::kFloat32 : FloatType::kBFloat16;
+      l.top_k = kTopK;
+      experts.emplace_back(Layout(kExperts, dims(kInner, kHidden, 32, i == 1), dims(kInner, kHidden, 32, i == 1), dims(kHidden, kInner, 56, false)), random);
+      l.experts.layout = &experts.back().layout;
+      l.experts.blob = experts.back().blob.data();
+      l.experts.kernels = &k;
+      layers.push_back(l);
+    }
+    cos = random_words(2 * kHeadDim, random, 0.5f);
+    sin = random_words(2 * kHeadDim, random, 0.5f);
+  }
+
+  const uint16_t* keep(size_t count, float scale, float offset = 0) {
+    words.push_back(random_words(count, random, scale, offset));
+    return words.back().data();
+  }
+
+  DecodeLinear int4(const Kernels& k, int rows, int columns, bool more) {
+    linears.emplace_back(Layout(1, Dims{}, dims(rows, columns, 32, more), Dims{}), random);
+    return {&linears.back().layout, &k, linears.back().blob.data(), nullptr, nullptr, rows, columns};
+  }
+
+  DecodeLinear dense(int rows, int columns) {
+    const uint16_t* w = keep(size_t(rows) * columns, 0.05f);
+    return {nullptr, nullptr, nullptr, w, keep(size_t(rows), 0.01f), rows, columns};
+  }
+};
+
+// Hidden states and the caches of both layers, before or after a step.
+struct State {
+  Words hidden, caches[2 * kLayers];
+
+  State(int rows, Random random) {
+    hidden = random_words(size_t(rows) * kHidden, random, 1);
+    for (auto& c : caches) c = random_words(size_t(rows) * kKvHeads * kRoom * kHeadDim, random, 0.5f);
+  }
+  bool operator==(const State& o) const {
+    for (int i = 0; i < 2 * kLayers; ++i) {
+      if (caches[i] != o.caches[i]) return false;
+    }
+    return hidden == o.hidden;
+  }
+};
+
+constexpr int64_t kStride[3] = {int64_t(kKvHeads) * kRoom * kHeadDim, int64_t(kRoom) * kHeadDim, kHeadDim};
+
+void in_one_call(const Model& m, int rows, int threads, State& s) {
+  std::vector<DecodeCache> caches;
+  for (int i = 0; i < kLayers; ++i) {
+    DecodeCache c;
+    c.keys = s.caches[2 * i].data();
+    c.values = s.caches[2 * i + 1].data();
+    for (int d = 0; d < 3; ++d) c.key_stride[d] = c.value_stride[d] = kStride[d];
+    caches.push_back(c);
+  }
+  const DecodeArgs args{rows, s.hidden.data(), m.cos.data(), m.sin.data(), 2, caches.data(), kLength, threads};
+  decode_step({kHidden, kHeads, kKvHeads, kHeadDim}, m.layers, args);
+}
+
+Words multiply(const DecodeLinear& p, int rows, const Words& x) {
+  Words y(size_t(rows) * p.rows);
+  if (!p.layout) {
+    dense_linear(rows, p.rows, p.columns, x.data(), p.dense, p.bias, y.data(), 1);
+    return y;
+  }
+  linear_forward({p.layout, p.kernels, p.blob, x.data(), kType, rows, p.columns, y.data(), p.rows, 1});
+  return y;
+}
+
+void add(Words& to, const Words& x) {
+  for (size_t i = 0; i < to.size(); ++i) to[i] = float_to_bf16(bf16_to_float(to[i]) + bf16_to_float(x[i]));
+}
+
+void one_by_one(const Model& m, int rows, State& s) {
+  for (int i = 0; i < kLayers; ++i) {
+    const DecodeLayer& l = m.layers[size_t(i)];
+    Words normed(s.hidden.size());
+    rms_norm(kType, rows, kHidden, s.hidden.data(), l.input_norm, l.eps, normed.data(), 1);
+    Words q = multiply(l.q, rows, normed), k = multiply(l.k, rows, normed), v = multiply(l.v, rows, normed);
+    rotate({kType, rows, kHeads, kHeadDim, q.data(), m.cos.data(), m.sin.data(), 2, l.q_norm, l.head_eps}, 1);
+    rotate({kType, rows, kKvHeads, kHeadDim, k.data(), m.cos.data(), m.sin.data(), 2, l.k_norm, l.head_eps}, 1);
+    for (int r = 0; r < rows * kKvHeads; ++r) {
+      const size_t at = (size_t(r) * kRoom + kLength) * kHeadDim;
+      std::memcpy(s.caches[2 * i].data() + at, k.data() + size_t(r) * kHeadDim, kHeadDim * 2);
+      std::memcpy(s.caches[2 * i + 1].data() + at, v.data() + size_t(r) * kHeadDim, kHeadDim * 2);
+    }
+    Words mixed(q.size());
+    const Heads keys{s.caches[2 * i].data(), {kStride[0], kStride[1], kStride[2]}};
+    const Heads values{s.caches[2 * i + 1].data(), {kStride[0], kStride[1], kStride[2]}};
+    attention({kType, rows, kHeads, kKvHeads, 1, kLength + 1, kHeadDim, kHeadDim,
+               {q.data(), {kHeads * kHeadDim, kHeadDim, kHeadDim}}, keys, values, mixed.data(), l.scale}, 1);
+    add(s.hidden, multiply(l.o, rows, mixed));
+
+    rms_norm(kType, rows, kHidden, s.hidden.data(), l.post_norm, l.eps, normed.data(), 1);
+    Words logits(size_t(rows) * kExperts), y(s.hidden.size());
+    dense_linear(rows, kExperts, kHidden, normed.data(), l.router, nullptr, logits.data(), 1);
+    std::vector<float> scores(size_t(rows) * kTopK);
+    std::vector<int64_t> ids(size_t(rows) * kTopK);
+    softmax_top_k({kType, rows, kExperts, kTopK, logits.data(), l.normalise, l.score_type, scores.data(), ids.data()}, 1);
+    Routing r;
+    r.ids = ids.data();
+    r.id_stride[0] = r.weight_stride[0] = kTopK;
+    r.id_stride[1] = r.weight_stride[1] = 1;
+    r.weights = scores.data();
+    r.weight_type = l.score_type;
+    r.tokens = rows;
+    r.top_k = kTopK;
+    ExpertsArgs a = l.experts;
+    a.x = normed.data();
+    a.type = kType;
+    a.x_stride = a.y_stride = kHidden;
+    a.y = y.data();
+    experts_forward(a, r);
+    add(s.hidden, y);
+  }
+}
+
+}  // namespace
+
+void test_decode(const Kernels& k) {
+  if (!dense_available() || !(k.types & type_bit(kType))) return;
+  const Model model(k);
+  const std::string name = row_name(k);
+  for (const int rows : {1, 2, 5, kDecodeRows}) {
+    State expected(rows, Random(7));
+    one_by_one(model, rows, expected);
+    bool finite = true;
+    for (const uint16_t h : expected.hidden) finite = finite && (h & 0x7f80) != 0x7f80;
+    check(finite, "%s: hidden states of %d sequences are finite", name.c_str(), rows);
+    for (const int threads : {1, 2, 3, 7}) {
+      State found(rows, Random(7));
+      in_one_call(model, rows, threads, found);
+      check(found == expected, "%s: a step of %d sequences on %d threads has the bits of its parts", name.c_str(), rows,
+            threads);
+    }
+  }
+}
+
+}  // namespace tests

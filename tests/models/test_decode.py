@@ -1,0 +1,281 @@
+"""A decoding step in one call against the same step module by module: equal bits, and the cases it leaves alone."""
+
+import contextlib
+
+import pytest
+import torch
+from transformers.cache_utils import DynamicCache
+
+import int4moe_ipex
+from int4moe_ipex.backends import native
+from int4moe_ipex.models import attention, decode
+from int4moe_ipex.models.cache import GrowingLayer, cache_keyword, growing_cache
+from tests.models.tiny import stock_model, write_checkpoint
+from tests.real import EXAMPLE, checkpoints
+
+pytestmark = pytest.mark.skipif(not attention.available(), reason="no native core here, or a CPU without AVX2")
+
+
+@pytest.fixture
+def steps(monkeypatch):
+    """How many rows each step in one call had."""
+    seen = []
+    made = decode.make_plan
+
+    class Spy:
+        def __init__(self, decoder):
+            self.decoder = decoder
+
+        def step(self, rows, *args):
+            seen.append(rows)
+            return self.decoder.step(rows, *args)
+
+    def make_plan(model):
+        plan = made(model)
+        if plan.decoder is not None:
+            plan.decoder = Spy(plan.decoder)
+        return plan
+
+    monkeypatch.setattr(decode, "make_plan", make_plan)
+    return seen
+
+
+@contextlib.contextmanager
+def module_by_module(model):
+    handle = model.model.layers[0].register_forward_hook(lambda *args: None)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def tokens(*shape: int) -> torch.Tensor:
+    return torch.randint(3, 60, shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+@torch.inference_mode()
+def logits_of(model, rows: int = 1, prompt: int = 5, steps: int = 6, cache=None, **kwargs) -> torch.Tensor:
+    """Logits of some steps after a prompt; every row is another text."""
+    cache = growing_cache(model) if cache is None else cache
+    past = {cache_keyword(): cache, "use_cache": True}
+    model(tokens(rows, prompt), **past)
+    return torch.cat([model(t, **past, **kwargs).logits for t in tokens(rows, steps).split(1, dim=1)], dim=1)
+
+
+def checkpoint(folder, family: str, **changes):
+    write_checkpoint(stock_model(family, **changes), family, folder)
+    return folder
+
+
+@pytest.mark.parametrize("compute", ["w4a16", "w4a8"])
+@pytest.mark.parametrize("rows", [1, 2, 7])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+def test_bits_of_the_modules(tmp_path, steps, family, rows, compute):
+    model = int4moe_ipex.load(checkpoint(tmp_path, family), compute=compute)
+    ours = logits_of(model, rows)
+    assert steps == [rows] * 6
+    with module_by_module(model):
+        assert torch.equal(logits_of(model, rows), ours)
+    assert len(steps) == 6
+
+
+INT4 = [path for path in checkpoints() if "quantization_config" in (path / "config.json").read_text()]
+
+
+@pytest.mark.parametrize("path", INT4, ids=lambda p: p.name)
+def test_real_checkpoints(steps, path):
+    """Act-order, asymmetric zeros, groups of 32, and what the quantizers left dense."""
+    model = int4moe_ipex.load(path)
+    ours = logits_of(model, steps=12)
+    assert len(steps) == 12
+    with module_by_module(model):
+        assert torch.equal(logits_of(model, steps=12), ours)
+
+
+@pytest.mark.parametrize("threads", [1, 3, 8])
+def test_threads_change_nothing(monkeypatch, steps, threads):
+    model = int4moe_ipex.load(EXAMPLE)
+    ours = logits_of(model)
+    monkeypatch.setattr(decode, "ALONE", 0)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        assert torch.equal(logits_of(model), ours)
+    finally:
+        torch.set_num_threads(before)
+    assert len(steps) == 12
+
+
+def test_dense_linears_with_and_without_bias(tmp_path, steps):
+    model = int4moe_ipex.load(checkpoint(tmp_path, "qwen3_moe"))
+    for layer in model.model.layers:
+        attn = layer.self_attn
+        for name in ("q_proj", "v_proj", "o_proj"):
+            old = getattr(attn, name)
+            new = torch.nn.Linear(old.in_features, old.out_features, bias=name != "o_proj", dtype=torch.bfloat16)
+            setattr(attn, name, new.requires_grad_(False))
+    from int4moe_ipex.models.fused import fuse
+
+    fuse(model)
+    ours = logits_of(model, rows=4)
+    assert steps == [4] * 6
+    with module_by_module(model):
+        assert torch.equal(logits_of(model, rows=4), ours)
+
+
+def test_a_cache_of_transformers_own_grows_in_place(steps):
+    model = int4moe_ipex.load(EXAMPLE)
+    cache = DynamicCache(config=model.config)
+    ours = logits_of(model, cache=cache)
+    assert len(steps) == 6 and all(type(layer) is GrowingLayer for layer in cache.layers)
+    assert cache.get_seq_length() == 11
+    with module_by_module(model):
+        other = DynamicCache(config=model.config)
+        assert torch.equal(logits_of(model, cache=other), ours)
+    for a, b in zip(cache.layers, other.layers):
+        assert torch.equal(a.keys, b.keys) and torch.equal(a.values, b.values)
+
+
+def test_a_cropped_cache_and_a_full_one(monkeypatch, steps):
+    """A step writes behind the last token that counts, and finds room when the buffers are full."""
+    from int4moe_ipex.models import cache as module
+
+    monkeypatch.setattr(module, "FIRST", 4)
+    model = int4moe_ipex.load(EXAMPLE)
+    cache, past = growing_cache(model), None
+    logits_of(model, cache=cache, steps=20)
+    past = {cache_keyword(): cache, "use_cache": True}
+    with torch.inference_mode():
+        cache.crop(-20)
+        again = model(tokens(1, 20)[:, :1], **past).logits
+    assert len(steps) == 21
+    assert torch.equal(again, logits_of(model, steps=20)[:, :1])
+
+
+@pytest.mark.parametrize("sampling", [{"num_beams": 3}, {"do_sample": True, "top_k": 5}, {}])
+def test_generate(steps, sampling):
+    model = int4moe_ipex.load(EXAMPLE)
+    ids = tokens(1, 6)
+
+    def run():
+        torch.manual_seed(0)
+        return model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, **sampling)
+
+    ours = run()
+    assert len(steps) >= 8
+    with module_by_module(model):
+        assert torch.equal(run(), ours)
+
+
+def test_a_mask_that_masks_goes_through_the_modules(steps):
+    model = int4moe_ipex.load(EXAMPLE)
+    mask = torch.ones(2, 6, dtype=torch.int64)
+    mask[0, :2] = 0
+    past = {cache_keyword(): growing_cache(model), "use_cache": True}
+    with torch.inference_mode():
+        model(tokens(2, 5), attention_mask=mask[:, :5], **past)
+        model(tokens(2, 1), attention_mask=mask, **past)
+    assert not steps
+
+
+def test_wishes_for_more_than_logits_are_met(steps):
+    model = int4moe_ipex.load(EXAMPLE)
+    past = {cache_keyword(): growing_cache(model), "use_cache": True}
+    with torch.inference_mode():
+        model(tokens(1, 5), **past)
+        out = model(tokens(1, 1), output_hidden_states=True, output_router_logits=True, **past)
+        assert len(out.hidden_states) == model.config.num_hidden_layers + 1 and out.router_logits
+        assert not steps
+        model(tokens(1, 1), **past)
+    assert steps == [1]
+
+
+def test_hooks_see_their_modules(steps):
+    model = int4moe_ipex.load(EXAMPLE)
+    logits_of(model)
+    called = []
+    handle = model.model.layers[1].mlp.experts.register_forward_hook(lambda *args: called.append(1))
+    logits_of(model)
+    handle.remove()
+    assert len(called) == 7 and len(steps) == 6
+
+
+def test_a_replaced_module_is_used(steps):
+    model = int4moe_ipex.load(EXAMPLE)
+    before = logits_of(model)
+
+    class Doubled(torch.nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x):
+            return 2 * self.inner(x)
+
+    attn = model.model.layers[0].self_attn
+    attn.o_proj = Doubled(attn.o_proj)
+    after = logits_of(model)
+    assert len(steps) == 6 and not torch.equal(before, after)
+    attn.o_proj = attn.o_proj.inner
+    assert torch.equal(logits_of(model), before) and len(steps) == 12
+
+
+def test_an_overridden_forward_is_used(steps):
+    model = int4moe_ipex.load(EXAMPLE)
+    before = logits_of(model)
+    norm = model.model.layers[0].input_layernorm
+    norm.forward = lambda x: 2 * type(norm).forward(norm, x)
+    assert not torch.equal(logits_of(model), before) and len(steps) == 6
+
+
+def test_changed_and_moved_weights_are_used(steps):
+    model = int4moe_ipex.load(EXAMPLE)
+    before = logits_of(model)
+    gate = model.model.layers[0].mlp.gate
+    gate.weight.data = -gate.weight.data
+    ours = logits_of(model)
+    assert len(steps) == 12 and not torch.equal(ours, before)
+    with module_by_module(model):
+        assert torch.equal(logits_of(model), ours)
+
+
+def test_other_dtypes_go_through_the_modules(steps):
+    model = int4moe_ipex.load(EXAMPLE, dtype="float32")
+    logits_of(model)
+    assert not steps
+
+
+def test_a_table_of_paths_by_tokens(steps):
+    rules = [
+        {"match": "*", "min_tokens": 4, "backend": "native", "compute": "w4a8"},
+        {"match": "*", "backend": "native", "compute": "w4a16"},
+    ]
+    model = int4moe_ipex.load(EXAMPLE, {"version": 1, "rules": rules})
+    ours = logits_of(model)
+    assert steps == [1] * 6
+    with module_by_module(model):
+        assert torch.equal(logits_of(model), ours)
+    logits_of(model, rows=4)
+    assert steps == [1] * 6
+
+
+def test_other_backends_go_through_the_modules(steps):
+    logits_of(int4moe_ipex.load(EXAMPLE, backend="torch"))
+    assert not steps
+
+
+def test_its_own_clock():
+    model = int4moe_ipex.load(EXAMPLE)
+    with decode.timed(model) as seconds:
+        logits_of(model)
+    assert set(seconds) == set(decode.PARTS) and all(taken > 0 for taken in seconds.values())
+    with decode.timed(model) as again:
+        pass
+    assert set(again.values()) == {0}
+    with module_by_module(model), decode.timed(model) as none:
+        assert none is None
+
+
+def test_the_core_refuses_caches_that_do_not_fit():
+    with pytest.raises(ValueError, match="caches"):
+        native._native.Decoder(32, 2, 2, 16).step(1, 0, 0, 0, 1, [1] * 8, 0, 1)
