@@ -69,21 +69,22 @@ class PyDecoder {
     layers_.push_back(l);
   }
 
-  // caches: for each layer the addresses of keys and values, then three strides of each.
-  void step(int rows, uintptr_t hidden, uintptr_t cos, uintptr_t sin, int cos_rows, const std::vector<int64_t>& caches,
-            int64_t length, int threads) {
-    constexpr size_t kNumbers = 8;
-    if (rows < 1 || rows > kDecodeRows || caches.size() != kNumbers * layers_.size()) {
+  // caches: for each layer and row the addresses of keys and values, then the strides by head and token of each.
+  void step(uintptr_t hidden, uintptr_t cos, uintptr_t sin, int cos_rows, const std::vector<int64_t>& caches,
+            const std::vector<int64_t>& lengths, int threads) {
+    constexpr size_t kNumbers = 6;
+    const size_t rows = lengths.size();
+    if (rows < 1 || rows > kDecodeRows || caches.size() != kNumbers * layers_.size() * rows) {
       throw std::invalid_argument("rows or caches do not fit the decoder");
     }
     nb::gil_scoped_release release;
-    std::vector<DecodeCache> where(layers_.size());
+    std::vector<DecodeCache> where(layers_.size() * rows);
     for (size_t i = 0; i < where.size(); ++i) {
       const int64_t* n = caches.data() + kNumbers * i;
-      where[i] = {address<uint16_t>(uintptr_t(n[0])), address<uint16_t>(uintptr_t(n[1])), {n[2], n[3], n[4]}, {n[5], n[6], n[7]}};
+      where[i] = {address<uint16_t>(uintptr_t(n[0])), address<uint16_t>(uintptr_t(n[1])), {n[2], n[3]}, {n[4], n[5]}};
     }
-    const DecodeArgs args{rows, address<uint16_t>(hidden), address<const uint16_t>(cos), address<const uint16_t>(sin),
-                          cos_rows, where.data(), length, std::max(threads, 1), timed ? seconds_.data() : nullptr};
+    const DecodeArgs args{int(rows), address<uint16_t>(hidden), address<const uint16_t>(cos), address<const uint16_t>(sin),
+                          cos_rows, where.data(), lengths.data(), std::max(threads, 1), timed ? seconds_.data() : nullptr};
     decode_step(shape_, layers_, args);
   }
 

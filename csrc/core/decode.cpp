@@ -135,7 +135,7 @@ class Step {
     normalise(m, l.input_norm, l.eps);
     multiply(m, m.normed, {{&l.q, &l.k, &l.v}, {q_, k_, v_}, 3}, counter(i, kInputs));
     team.barrier();
-    heads(l, a_.caches[i], counter(i, kHeads));
+    heads(l, a_.caches + i * size_t(a_.rows), counter(i, kHeads));
     team.barrier();
     multiply(m, mixed_, {{&l.o}, {added_}, 1}, counter(i, kOutput));
     team.barrier();
@@ -143,27 +143,28 @@ class Step {
   }
 
   // Rotates, extends the cache and attends, for one sequence and key/value head after the other.
-  void heads(const DecodeLayer& l, const DecodeCache& cache, std::atomic<int>& next) {
+  void heads(const DecodeLayer& l, const DecodeCache* caches, std::atomic<int>& next) {
     const int group = s_.heads / s_.kv_heads, n = s_.head_dim;
-    const auto head = [&](uint16_t* x, int count, const uint16_t* norm, int row) {
+    const auto rotate = [&](uint16_t* x, int count, const uint16_t* norm, int row) {
       const int64_t at = int64_t(row % a_.cos_rows) * n;
       avx2::rotate_one({FloatType::kBFloat16, 1, count, n, x, a_.cos + at, a_.sin + at, 1, norm, l.head_eps}, 0);
     };
-    AttentionArgs attention{FloatType::kBFloat16, a_.rows, s_.heads, s_.kv_heads, 1, a_.length + 1, n, n, {}, {}, {},
-                            mixed_, l.scale};
-    attention.q = {q_, {int64_t(s_.heads) * n, n, n}};
-    attention.k = {cache.keys, {cache.key_stride[0], cache.key_stride[1], cache.key_stride[2]}};
-    attention.v = {cache.values, {cache.value_stride[0], cache.value_stride[1], cache.value_stride[2]}};
     const int tasks = a_.rows * s_.kv_heads;
     for (int task; (task = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) {
       const int row = task / s_.kv_heads, h = task % s_.kv_heads;
-      head(q_ + (int64_t(row) * s_.heads + int64_t(h) * group) * n, group, l.q_norm, row);
+      const DecodeCache& c = caches[row];
+      const int64_t length = a_.lengths[row], first = int64_t(row) * s_.heads * n;
+      rotate(q_ + first + int64_t(h) * group * n, group, l.q_norm, row);
       uint16_t *key = k_ + int64_t(task) * n, *value = v_ + int64_t(task) * n;
-      head(key, 1, l.k_norm, row);
-      const auto place = [&](const int64_t (&stride)[3]) { return row * stride[0] + h * stride[1] + a_.length * stride[2]; };
-      std::memcpy(cache.keys + place(cache.key_stride), key, size_t(n) * sizeof(uint16_t));
-      std::memcpy(cache.values + place(cache.value_stride), value, size_t(n) * sizeof(uint16_t));
-      avx2::attend(attention, row, h, 0, 1);
+      rotate(key, 1, l.k_norm, row);
+      std::memcpy(c.keys + h * c.key_stride[0] + length * c.key_stride[1], key, size_t(n) * sizeof(uint16_t));
+      std::memcpy(c.values + h * c.value_stride[0] + length * c.value_stride[1], value, size_t(n) * sizeof(uint16_t));
+      const AttentionArgs alone{FloatType::kBFloat16, 1, s_.heads, s_.kv_heads, 1, length + 1, n, n,
+                                {q_ + first, {0, n, 0}},
+                                {c.keys, {0, c.key_stride[0], c.key_stride[1]}},
+                                {c.values, {0, c.value_stride[0], c.value_stride[1]}},
+                                mixed_ + first, l.scale};
+      avx2::attend(alone, 0, h, 0, 1);
     }
   }
 

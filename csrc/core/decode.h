@@ -43,10 +43,10 @@ struct DecodeShape {
   int hidden = 0, heads = 0, kv_heads = 0, head_dim = 0;  // hidden: a multiple of 32; head_dim: of 16
 };
 
-// Where a layer's keys and values lie: strides in elements by sequence, head and token. Room for one more token.
+// Where one sequence's keys and values of one layer lie: strides in elements by head and token. Room for one more token.
 struct DecodeCache {
   uint16_t *keys = nullptr, *values = nullptr;
-  int64_t key_stride[3] = {}, value_stride[3] = {};
+  int64_t key_stride[2] = {}, value_stride[2] = {};
 };
 
 struct DecodeArgs {
@@ -54,15 +54,15 @@ struct DecodeArgs {
   uint16_t* hidden = nullptr;  // bfloat16 [rows, hidden], in and out
   const uint16_t *cos = nullptr, *sin = nullptr;  // [cos_rows, head_dim]; row r takes row r % cos_rows
   int cos_rows = 1;
-  const DecodeCache* caches = nullptr;  // one per layer
-  int64_t length = 0;                   // tokens in every cache before this step
+  const DecodeCache* caches = nullptr;   // [layers][rows]
+  const int64_t* lengths = nullptr;      // [rows]: tokens in a sequence's caches before this step
   int threads = 1;
-  double* seconds = nullptr;            // [kDecodeParts] to which to add the time of each part, norms included, or null
+  double* seconds = nullptr;             // [kDecodeParts] to which to add the time of each part, norms included, or null
 };
 
 enum DecodePart { kAttentionPart = 0, kRouterPart = 1, kExpertsPart = 2, kDecodeParts = 3 };
 
-// Needs dense_available(). Each layer's keys and values are written at `length`; the result's bits are those of the single
+// Needs dense_available(). Keys and values are written behind those there are; the result's bits are those of the single
 // operations (rms_norm, linear_forward, rotate, attention, dense_linear, softmax_top_k, experts_forward) in turn.
 // Throws std::bad_alloc.
 void decode_step(const DecodeShape& shape, const std::vector<DecodeLayer>& layers, const DecodeArgs& args);

@@ -17,8 +17,8 @@ class GrowingLayer(DynamicLayer):
     def __init__(self, **kwargs: Any):
         super().__init__(**kwargs)
         self._buffers: tuple[torch.Tensor, torch.Tensor] | None = None
-        # Of the buffers: the addresses of keys and values, then three strides in elements of each.
-        self.addresses: tuple[int, ...] = ()
+        # For each sequence in the buffers: addresses of keys and values, strides in elements by head and token of each.
+        self.addresses: list[tuple[int, ...]] = []
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
@@ -41,7 +41,10 @@ class GrowingLayer(DynamicLayer):
         if self._fits(total):
             return
         keys, values = self._buffers = _grown(self.keys, total), _grown(self.values, total)
-        self.addresses = (keys.data_ptr(), values.data_ptr(), *keys.stride()[:3], *values.stride()[:3])
+        self.addresses = [
+            (keys[i].data_ptr(), values[i].data_ptr(), *keys.stride()[1:3], *values.stride()[1:3])
+            for i in range(keys.shape[0])
+        ]
         self.keys, self.values = keys[..., : self.keys.shape[-2], :], values[..., : self.values.shape[-2], :]
 
     def extend(self) -> None:

@@ -19,7 +19,8 @@ from torch import nn
 
 from int4moe_ipex.backends import native
 from int4moe_ipex.backends.by_tokens import PackedByTokens
-from int4moe_ipex.backends.native import ALONE, NativeExperts, NativeLinear
+from int4moe_ipex.backends.native import NativeExperts, NativeLinear
+from int4moe_ipex.backends.native.run import ALONE
 from int4moe_ipex.models import attention
 from int4moe_ipex.models.cache import GrowingLayer, cache_keyword, growing
 from int4moe_ipex.models.fused import MAX_EXPERTS, FusedAttention, FusedRMSNorm, FusedRotaryEmbedding, FusedTopKRouter
@@ -107,12 +108,12 @@ class FusedDecoder:
         plan = self.plan()
         if plan.decoder is None or shape[0] > plan.rows or plan.is_hooked():
             return None
-        caches = _room_for_one(cache, shape[0], len(self.layers))
+        caches = _caches_of(cache, shape[0], len(self.layers))
         if caches is None:
             return None
-        length = caches[0].keys.shape[-2]
+        lengths = [layers[0].keys.shape[-2] for layers in caches for _ in layers[0].addresses]
         if position_ids is None:
-            position_ids = torch.full((1, 1), length)
+            position_ids = torch.tensor(lengths)[:, None]
         hidden = self.embed_tokens(input_ids)
         if hidden.dtype is not torch.bfloat16 or hidden.requires_grad or not hidden.is_contiguous():
             return None
@@ -120,24 +121,25 @@ class FusedDecoder:
         cos_rows = cos.numel() // plan.head_dim
         if cos.shape[-1] != plan.head_dim or cos_rows not in (1, shape[0]) or cos.dtype is not torch.bfloat16:
             return None
+        cos, sin = cos.contiguous(), sin.contiguous()
         plan.decoder.step(
-            shape[0],
             hidden.data_ptr(),
-            cos.contiguous().data_ptr(),
-            sin.contiguous().data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
             cos_rows,
-            [number for layer in caches for number in layer.addresses],
-            length,
+            [number for layers in zip(*caches) for layer in layers for row in layer.addresses for number in row],
+            lengths,
             1 if shape[0] * plan.products <= ALONE else torch.get_num_threads(),
         )
-        for layer in caches:
-            layer.extend()
+        for layers in caches:
+            for layer in layers:
+                layer.extend()
         return hidden
 
     def _is_plain(self, attention_mask, kwargs: dict[str, Any]) -> bool:
         """Whether no argument and no setting asks for more than the next hidden states."""
         config = self.config
-        if self.training or config._attn_implementation not in ("sdpa", attention.NAME):
+        if self.training or config._attn_implementation not in ("sdpa", attention.NAME, attention.ROWS):
             return False
         for name, value in kwargs.items():
             if name not in _HARMLESS and value is not None and value is not False:
@@ -152,8 +154,19 @@ class FusedDecoder:
 _HARMLESS = attention.HARMLESS | {"past_key_values"}
 
 
-def _room_for_one(cache: Any, rows: int, count: int) -> list[GrowingLayer] | None:
-    """The cache's layers, each with room for one more token; None where they are not plain or differ in length."""
+def _caches_of(cache: Any, rows: int, count: int) -> list[list[GrowingLayer]] | None:
+    """For one cache, or each of those in a batch of caches, its layers, with room for one more token."""
+    found = []
+    for one in getattr(cache, "caches", None) or [cache]:
+        layers = _room_for_one(one, count)
+        if layers is None:
+            return None
+        found.append(layers)
+    return found if sum(layers[0].keys.shape[0] for layers in found) == rows else None
+
+
+def _room_for_one(cache: Any, count: int) -> list[GrowingLayer] | None:
+    """The cache's layers; None where they are not plain or differ in size."""
     layers = getattr(cache, "layers", None)
     if layers is None or len(layers) != count or getattr(cache, "offloading", False):
         return None
@@ -163,10 +176,11 @@ def _room_for_one(cache: Any, rows: int, count: int) -> list[GrowingLayer] | Non
             if layer is None:
                 return None
             layers[i] = layer
-        if not layer.is_initialized or layer.keys.dtype is not torch.bfloat16 or layer.keys.shape[0] != rows:
+        if not layer.is_initialized or layer.keys.dtype is not torch.bfloat16:
             return None
-        if layer.keys.shape[-2] != layers[0].keys.shape[-2]:
+        if layer.keys.shape != layers[0].keys.shape:
             return None
+    for layer in layers:
         layer.reserve(layer.keys.shape[-2] + 1)
     return layers
 

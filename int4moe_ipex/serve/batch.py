@@ -33,13 +33,13 @@ class BatchCache(Cache):
     """The caches of several sequences in one step; questions about lengths are answered for the longest.
 
     Args:
-        caches: one cache per row, each of batch size 1.
+        caches: one cache per row, each of batch size 1. A step in one call of the core (models/decode.py) extends them.
     """
 
     def __init__(self, caches: list[Cache]):
         longest = max(caches, key=lambda cache: cache.get_seq_length())
         super().__init__(layers=longest.layers)
-        self._caches = caches
+        self.caches = caches
         self.rows: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def update(
@@ -48,7 +48,7 @@ class BatchCache(Cache):
         """Appends row i of [B, heads, 1, dim] to cache i and keeps what each row attends to for the attention."""
         self.rows = [
             cache.update(key_states[i : i + 1], value_states[i : i + 1], layer_idx, *args, **kwargs)
-            for i, cache in enumerate(self._caches)
+            for i, cache in enumerate(self.caches)
         ]
         return key_states, value_states
 

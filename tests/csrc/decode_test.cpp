@@ -21,7 +21,8 @@ using namespace int4moe;
 namespace {
 
 constexpr int kHidden = 96, kInner = 56, kHeads = 6, kKvHeads = 2, kHeadDim = 16, kExperts = 5, kTopK = 2, kLayers = 2;
-constexpr int kLength = 70, kRoom = 80;  // tokens in the cache: more than one block of keys
+constexpr int kRoom = 80;
+const int64_t kLengths[] = {70, 3, 64, 1, 63, 70, 9, 2};  // tokens in a sequence's cache; a block of keys has 64
 constexpr FloatType kType = FloatType::kBFloat16;
 using Words = std::vector<uint16_t>;
 
@@ -143,13 +144,12 @@ constexpr int64_t kStride[3] = {int64_t(kKvHeads) * kRoom * kHeadDim, int64_t(kR
 void in_one_call(const Model& m, int rows, int threads, State& s) {
   std::vector<DecodeCache> caches;
   for (int i = 0; i < kLayers; ++i) {
-    DecodeCache c;
-    c.keys = s.caches[2 * i].data();
-    c.values = s.caches[2 * i + 1].data();
-    for (int d = 0; d < 3; ++d) c.key_stride[d] = c.value_stride[d] = kStride[d];
-    caches.push_back(c);
+    for (int r = 0; r < rows; ++r) {
+      caches.push_back({s.caches[2 * i].data() + r * kStride[0], s.caches[2 * i + 1].data() + r * kStride[0],
+                        {kStride[1], kStride[2]}, {kStride[1], kStride[2]}});
+    }
   }
-  const DecodeArgs args{rows, s.hidden.data(), m.cos.data(), m.sin.data(), 2, caches.data(), kLength, threads};
+  const DecodeArgs args{rows, s.hidden.data(), m.cos.data(), m.sin.data(), 2, caches.data(), kLengths, threads};
   decode_step({kHidden, kHeads, kKvHeads, kHeadDim}, m.layers, args);
 }
 
@@ -175,16 +175,18 @@ void one_by_one(const Model& m, int rows, State& s) {
     Words q = multiply(l.q, rows, normed), k = multiply(l.k, rows, normed), v = multiply(l.v, rows, normed);
     rotate({kType, rows, kHeads, kHeadDim, q.data(), m.cos.data(), m.sin.data(), 2, l.q_norm, l.head_eps}, 1);
     rotate({kType, rows, kKvHeads, kHeadDim, k.data(), m.cos.data(), m.sin.data(), 2, l.k_norm, l.head_eps}, 1);
-    for (int r = 0; r < rows * kKvHeads; ++r) {
-      const size_t at = (size_t(r) * kRoom + kLength) * kHeadDim;
-      std::memcpy(s.caches[2 * i].data() + at, k.data() + size_t(r) * kHeadDim, kHeadDim * 2);
-      std::memcpy(s.caches[2 * i + 1].data() + at, v.data() + size_t(r) * kHeadDim, kHeadDim * 2);
-    }
     Words mixed(q.size());
-    const Heads keys{s.caches[2 * i].data(), {kStride[0], kStride[1], kStride[2]}};
-    const Heads values{s.caches[2 * i + 1].data(), {kStride[0], kStride[1], kStride[2]}};
-    attention({kType, rows, kHeads, kKvHeads, 1, kLength + 1, kHeadDim, kHeadDim,
-               {q.data(), {kHeads * kHeadDim, kHeadDim, kHeadDim}}, keys, values, mixed.data(), l.scale}, 1);
+    for (int r = 0; r < rows; ++r) {
+      uint16_t *keys = s.caches[2 * i].data() + r * kStride[0], *values = s.caches[2 * i + 1].data() + r * kStride[0];
+      for (int h = 0; h < kKvHeads; ++h) {
+        const int64_t at = h * kStride[1] + kLengths[r] * kHeadDim, from = (r * kKvHeads + h) * kHeadDim;
+        std::memcpy(keys + at, k.data() + from, kHeadDim * 2);
+        std::memcpy(values + at, v.data() + from, kHeadDim * 2);
+      }
+      const int64_t first = int64_t(r) * kHeads * kHeadDim;
+      attention({kType, 1, kHeads, kKvHeads, 1, kLengths[r] + 1, kHeadDim, kHeadDim, {q.data() + first, {0, kHeadDim, 0}},
+                 {keys, {0, kStride[1], kStride[2]}}, {values, {0, kStride[1], kStride[2]}}, mixed.data() + first, l.scale}, 1);
+    }
     add(s.hidden, multiply(l.o, rows, mixed));
 
     rms_norm(kType, rows, kHidden, s.hidden.data(), l.post_norm, l.eps, normed.data(), 1);

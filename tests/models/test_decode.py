@@ -26,9 +26,9 @@ def steps(monkeypatch):
         def __init__(self, decoder):
             self.decoder = decoder
 
-        def step(self, rows, *args):
-            seen.append(rows)
-            return self.decoder.step(rows, *args)
+        def step(self, *args):
+            seen.append(len(args[5]))
+            return self.decoder.step(*args)
 
     def make_plan(model):
         plan = made(model)
@@ -150,6 +150,26 @@ def test_a_cropped_cache_and_a_full_one(monkeypatch, steps):
         again = model(tokens(1, 20)[:, :1], **past).logits
     assert len(steps) == 21
     assert torch.equal(again, logits_of(model, steps=20)[:, :1])
+
+
+def test_sequences_of_different_lengths_have_the_bits_of_each_alone(steps):
+    from int4moe_ipex.serve.batch import BatchModel, prefill
+
+    model = int4moe_ipex.load(EXAMPLE)
+    batch = BatchModel(model, 8)
+    prompts = [list(range(3, 3 + n)) for n in (1, 7, 40, 64, 65)]
+    with torch.inference_mode():
+        caches = [prefill(model, prompt)[1] for prompt in prompts]
+        for i in range(4):
+            positions = torch.tensor([len(p) + i for p in prompts])
+            logits = batch.step(torch.full((5,), 9 + i), positions, caches)
+        assert steps == [5] * 4
+        for row, prompt in enumerate(prompts):
+            cache = prefill(model, prompt)[1]
+            for i in range(4):
+                alone = batch.step(torch.tensor([9 + i]), torch.tensor([len(prompt) + i]), [cache])
+            assert torch.equal(alone[0], logits[row])
+            assert torch.equal(cache.layers[1].keys, caches[row].layers[1].keys)
 
 
 @pytest.mark.parametrize("sampling", [{"num_beams": 3}, {"do_sample": True, "top_k": 5}, {}])
@@ -278,4 +298,4 @@ def test_its_own_clock():
 
 def test_the_core_refuses_caches_that_do_not_fit():
     with pytest.raises(ValueError, match="caches"):
-        native._native.Decoder(32, 2, 2, 16).step(1, 0, 0, 0, 1, [1] * 8, 0, 1)
+        native._native.Decoder(32, 2, 2, 16).step(0, 0, 0, 1, [1] * 6, [1], 1)
