@@ -52,7 +52,9 @@ inline float w4a8_prepare_segment(const float* x, int from, int to, uint8_t* row
     _mm512_mask_cvtsepi32_storeu_epi8(row + k, lanes, q);
   }
   *scale = largest * (1.0f / 127.0f) + _mm512_reduce_add_ps(nothing);
-  return *scale * (-8.0f * float(_mm512_reduce_add_epi32(sum)));
+  // Not _mm512_reduce_add_epi32: what is not finite may overflow, which compilers may not see as signed addition.
+  const __m256i half = _mm256_add_epi32(_mm512_castsi512_si256(sum), _mm512_extracti64x4_epi64(sum, 1));
+  return *scale * (-8.0f * float(sum_lanes(half)));
 }
 
 inline void w4a8_prepare(const Matrix& m, const float* x, uint8_t* row) {
