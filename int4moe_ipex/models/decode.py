@@ -32,7 +32,6 @@ MODELS = {"Qwen3MoeModel", "MixtralModel"}
 LAYERS = {"Qwen3MoeDecoderLayer", "MixtralDecoderLayer"}
 BLOCKS = {"Qwen3MoeSparseMoeBlock", "MixtralSparseMoeBlock"}
 OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
-HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
 def fuse(model: nn.Module) -> bool:
@@ -111,22 +110,26 @@ class FusedDecoder:
         caches = _caches_of(cache, shape[0], len(self.layers))
         if caches is None:
             return None
-        lengths = [layers[0].keys.shape[-2] for layers in caches for _ in layers[0].addresses]
-        if position_ids is None:
-            position_ids = torch.tensor(lengths)[:, None]
+        lengths = [layers[0].length for layers in caches for _ in layers[0].addresses]
+        positions = lengths if position_ids is None else position_ids.flatten().tolist()
+        if len(positions) not in (1, shape[0]) or min(positions) < 0:
+            return None
         hidden = self.embed_tokens(input_ids)
         if hidden.dtype is not torch.bfloat16 or hidden.requires_grad or not hidden.is_contiguous():
             return None
-        cos, sin = self.rotary_emb(hidden, position_ids=position_ids)
-        cos_rows = cos.numel() // plan.head_dim
-        if cos.shape[-1] != plan.head_dim or cos_rows not in (1, shape[0]) or cos.dtype is not torch.bfloat16:
+        cos, sin = self.rotary_emb.tables(hidden, max(positions) + 1)
+        if cos.shape[-1] != plan.head_dim or cos.dtype is not torch.bfloat16:
             return None
-        cos, sin = cos.contiguous(), sin.contiguous()
+        rows = 1 if min(positions) == max(positions) else shape[0]
+        if rows > 1:
+            cos, sin, first = cos[positions], sin[positions], 0
+        else:
+            first = positions[0] * plan.head_dim * cos.element_size()
         plan.decoder.step(
             hidden.data_ptr(),
-            cos.data_ptr(),
-            sin.data_ptr(),
-            cos_rows,
+            cos.data_ptr() + first,
+            sin.data_ptr() + first,
+            rows,
             [number for layers in zip(*caches) for layer in layers for row in layer.addresses for number in row],
             lengths,
             1 if shape[0] * plan.products <= ALONE else torch.get_num_threads(),
@@ -138,13 +141,16 @@ class FusedDecoder:
 
     def _is_plain(self, attention_mask, kwargs: dict[str, Any]) -> bool:
         """Whether no argument and no setting asks for more than the next hidden states."""
-        config = self.config
-        if self.training or config._attn_implementation not in ("sdpa", attention.NAME, attention.ROWS):
+        if self.training:
             return False
         for name, value in kwargs.items():
-            if name not in _HARMLESS and value is not None and value is not False:
+            if value is not None and value is not False and name not in _HARMLESS:
                 return False
-        if any(getattr(config, name, False) for name in OUTPUTS) or getattr(config, "return_dict", True) is False:
+        config = self.config
+        if config._attn_implementation not in ("sdpa", attention.NAME, attention.ROWS):
+            return False
+        settings = vars(config)
+        if settings.get("return_dict", True) is False or any(map(settings.get, OUTPUTS)):
             return False
         if attention_mask is None:
             return True
@@ -162,7 +168,7 @@ def _caches_of(cache: Any, rows: int, count: int) -> list[list[GrowingLayer]] | 
         if layers is None:
             return None
         found.append(layers)
-    return found if sum(layers[0].keys.shape[0] for layers in found) == rows else None
+    return found if sum(len(layers[0].addresses) for layers in found) == rows else None
 
 
 def _room_for_one(cache: Any, count: int) -> list[GrowingLayer] | None:
@@ -176,13 +182,12 @@ def _room_for_one(cache: Any, count: int) -> list[GrowingLayer] | None:
             if layer is None:
                 return None
             layers[i] = layer
-        if not layer.is_initialized or layer.keys.dtype is not torch.bfloat16:
+        if not layer.is_initialized:
             return None
-        if layer.keys.shape != layers[0].keys.shape:
+        layer.reserve(layer.get_seq_length() + 1)
+        if layer.length != layers[0].length or len(layer.addresses) != len(layers[0].addresses):
             return None
-    for layer in layers:
-        layer.reserve(layer.keys.shape[-2] + 1)
-    return layers
+    return layers if layers[0]._buffers[0].dtype is torch.bfloat16 else None
 
 
 @dataclass
@@ -196,6 +201,7 @@ class Plan:
         children: (a parent's modules, name, the module) that must stay where they are.
         tensors: (a module's parameters, name, address).
         packs: (a module, its pack).
+        insides: the attributes of every child.
     """
 
     decoder: Any = None
@@ -205,6 +211,7 @@ class Plan:
     children: list[tuple[dict, str, nn.Module, type]] = field(default_factory=list)
     tensors: list[tuple[dict, str, int]] = field(default_factory=list)
     packs: list[tuple[nn.Module, Any]] = field(default_factory=list)
+    insides: list[dict[str, Any]] = field(default_factory=list)
 
     def holds(self) -> bool:
         for siblings, name, module, cls in self.children:
@@ -218,18 +225,20 @@ class Plan:
 
     def is_hooked(self) -> bool:
         """Whether somebody wants to see a module being called, or has put a forward of his own over a module's."""
-        if any(getattr(nn.modules.module, f"_global{name}") for name in HOOKS):
+        everywhere = nn.modules.module
+        if everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks:
             return True
-        for _, _, module, _ in self.children:
-            own = module.__dict__
-            if "forward" in own or any(_watched(own[name]) for name in HOOKS):
+        for own in self.insides:
+            if own["_forward_hooks"] and _watched(own["_forward_hooks"]):
+                return True
+            if "forward" in own or own["_forward_pre_hooks"]:
                 return True
         return False
 
 
 def _watched(hooks: dict[int, Any]) -> bool:
     # transformers leaves its own in place once hidden states were asked for; they do nothing until the next time.
-    return bool(hooks) and any(hook.__module__ != "transformers.utils.output_capturing" for hook in hooks.values())
+    return any(hook.__module__ != "transformers.utils.output_capturing" for hook in hooks.values())
 
 
 class _Unknown(Exception):
@@ -240,10 +249,11 @@ def make_plan(model: nn.Module) -> Plan:
     """What `FusedDecoder` needs of this model as it is now."""
     plan = Plan()
     for name, module in model.named_modules():
-        if not name or name in ("embed_tokens", "norm", "rotary_emb"):
+        if not name or name in ("embed_tokens", "norm"):  # they are called as ever
             continue
         parent, _, child = name.rpartition(".")
         plan.children.append((model.get_submodule(parent)._modules, child, module, module.__class__))
+        plan.insides.append(vars(module))
     try:
         _fill(plan, model)
     except _Unknown:

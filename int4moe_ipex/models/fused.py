@@ -76,13 +76,17 @@ class FusedRotaryEmbedding:
             return super().forward(x, position_ids)
         if int(position_ids.min()) < 0:
             return super().forward(x, position_ids)
-        needed = int(position_ids.max()) + 1
+        cos, sin = self.tables(x, int(position_ids.max()) + 1)
+        return cos[position_ids], sin[position_ids]
+
+    def tables(self, x: torch.Tensor, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin in x's dtype [at least `positions`, head_dim]."""
         tables = self.__dict__.get("_tables")
-        if tables is None or tables[0].shape[0] < needed or tables[0].dtype is not x.dtype:
-            room = max(FIRST_POSITIONS, 2 * needed)
+        if tables is None or tables[0].shape[0] < positions or tables[0].dtype is not x.dtype:
+            room = max(FIRST_POSITIONS, 2 * positions)
             cos, sin = super().forward(x, torch.arange(room)[None])
-            tables = self.__dict__["_tables"] = (cos[0], sin[0])
-        return tables[0][position_ids], tables[1][position_ids]
+            tables = self.__dict__["_tables"] = (cos[0].contiguous(), sin[0].contiguous())
+        return tables
 
 
 class FusedAttention:

@@ -1,6 +1,7 @@
 """A decoding step in one call against the same step module by module: equal bits, and the cases it leaves alone."""
 
 import contextlib
+import copy
 
 import pytest
 import torch
@@ -170,6 +171,21 @@ def test_sequences_of_different_lengths_have_the_bits_of_each_alone(steps):
                 alone = batch.step(torch.tensor([9 + i]), torch.tensor([len(prompt) + i]), [cache])
             assert torch.equal(alone[0], logits[row])
             assert torch.equal(cache.layers[1].keys, caches[row].layers[1].keys)
+
+
+def test_a_copied_cache_has_buffers_of_its_own(steps):
+    model = int4moe_ipex.load(EXAMPLE)
+    cache = growing_cache(model)
+    logits_of(model, cache=cache)
+    kept = [layer.keys.clone() for layer in cache.layers]
+    twin = copy.deepcopy(cache)
+    past = {cache_keyword(): twin, "use_cache": True}
+    with torch.inference_mode():
+        for token in tokens(1, 4).split(1, dim=1):
+            model(token, **past)
+    assert len(steps) == 10 and twin.get_seq_length() == 15 and cache.get_seq_length() == 11
+    assert all(torch.equal(a.keys, b) for a, b in zip(cache.layers, kept))
+    assert not torch.equal(twin.layers[0]._buffers[0][..., 11:15, :], cache.layers[0]._buffers[0][..., 11:15, :])
 
 
 @pytest.mark.parametrize("sampling", [{"num_beams": 3}, {"do_sample": True, "top_k": 5}, {}])
