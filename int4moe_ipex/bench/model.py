@@ -103,7 +103,8 @@ def breakdown(model: nn.Module, step: bool = False):
         layers = contexts.enter_context(decode.timed(model)) if step else None
         for name, module in model.named_modules():
             part = _part_of(name, module)
-            if part is not None and (layers is None or ".layers." not in name):
+            inside = ".layers." in name or name.endswith("rotary_emb")
+            if part is not None and not (inside and layers is not None):
                 handles += [module.register_forward_pre_hook(enter(part)), module.register_forward_hook(leave)]
         start = time.perf_counter()
         try:
