@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 import warnings
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from int4moe_ipex.bench.timing import cpu_seconds
 from int4moe_ipex.models import decode
 from int4moe_ipex.moe.experts import Int4Experts
 
@@ -30,7 +32,10 @@ PARTS = (
 
 @dataclass(frozen=True)
 class ModelResult:
-    """Tokens per second (median runs), bytes, and seconds of one decode step by part of the model."""
+    """Tokens per second (median runs), bytes, and seconds of one decode step by part of the model.
+
+    foreign: the share of the machine's CPU time that other processes used meanwhile.
+    """
 
     prompt_tokens: int
     new_tokens: int
@@ -41,6 +46,7 @@ class ModelResult:
     packed_bytes: int
     decode_parts: dict[str, float]
     prefill_parts: dict[str, float]
+    foreign: float
 
     @property
     def outside_experts(self) -> float:
@@ -150,6 +156,7 @@ def measure(model: nn.Module, prompt_tokens: int = 512, new_tokens: int = 64, re
     def prompt() -> torch.Tensor:
         return torch.randint(0, vocabulary, (1, prompt_tokens), generator=generator)
 
+    busy, own, began = *cpu_seconds(), time.perf_counter()
     with torch.inference_mode():
         Session(model).feed(prompt()[:, :8])  # first touch of every page and library
         prefills = []
@@ -168,6 +175,8 @@ def measure(model: nn.Module, prompt_tokens: int = 512, new_tokens: int = 64, re
                 session.step()
         with breakdown(model) as prefill_parts:
             Session(model).feed(prompt())
+    busy_after, own_after = cpu_seconds()
+    capacity = (time.perf_counter() - began) * (os.cpu_count() or 1)
     counted = max(1, new_tokens // 4)
     return ModelResult(
         prompt_tokens=prompt_tokens,
@@ -179,4 +188,5 @@ def measure(model: nn.Module, prompt_tokens: int = 512, new_tokens: int = 64, re
         packed_bytes=model.int4moe_report.packed_nbytes,
         decode_parts={part: seconds / counted for part, seconds in decode_parts.items()},
         prefill_parts=dict(prefill_parts),
+        foreign=max(0.0, ((busy_after - busy) - (own_after - own)) / capacity),
     )

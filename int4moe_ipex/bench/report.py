@@ -16,6 +16,7 @@ from int4moe_ipex.bench.layer import LayerCase, Row
 from int4moe_ipex.bench.limits import Limits
 from int4moe_ipex.cpu import CpuFeatures
 from int4moe_ipex.errors import ConfigError
+from int4moe_ipex.plots import import_pyplot, save
 
 SCHEMA = 1
 COLORS = ("#0b6e99", "#d1495b", "#66a182", "#edae49", "#5d4a66", "#8d6b4f")
@@ -175,12 +176,15 @@ def read_json(path: str | Path) -> dict:
 
 
 def plot(report: dict, path: str | Path) -> None:
-    """Times as fast as the slowest backend, by number of tokens, one line per backend; format by the file's suffix."""
+    """`plot_rates` of a report, one line per path; format by the file's suffix. Raises ConfigError as `save` does."""
     times: dict[str, dict[int, float]] = {}
     for row in report["rows"]:
         times.setdefault(row["path"], {})[row["tokens"]] = row["seconds"]
     layer, about = report["layer"], report["machine"]
-    title = f"{layer['shape']}, g {layer['group_size']}, {about['threads']} threads, {about['isa']}"
+    title = f"One MoE layer of {layer['shape']}, groups of {layer['group_size']}\n"
+    title += f"{about['cpu']}, {about['threads']} threads"
+    if any(row["noisy"] for row in report["rows"]):
+        title += "; other processes ran meanwhile"
     plot_rates({name: {t: t / s for t, s in by.items()} for name, by in times.items()}, title, path)
 
 
@@ -190,12 +194,8 @@ def plot_rates(rates: dict[str, dict[int, float]], title: str, path: str | Path)
     Args:
         rates: name -> tokens per call -> tokens per second.
     """
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ConfigError(f"plots need matplotlib (pip install 'int4moe_ipex[plot]'): {error}") from error
-    matplotlib.use("svg")
-    from matplotlib import pyplot
+    pyplot = import_pyplot()
+    from matplotlib import ticker
 
     figure, axes = pyplot.subplots(figsize=(7, 4))
     ticks = sorted({tokens for by in rates.values() for tokens in by})
@@ -206,11 +206,13 @@ def plot_rates(rates: dict[str, dict[int, float]], title: str, path: str | Path)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xticks(ticks, [str(t) for t in ticks])
+    axes.yaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(ticker.EngFormatter(sep=""))
+    axes.yaxis.set_minor_locator(ticker.NullLocator())
     axes.set_xlabel("tokens per call")
-    axes.set_ylabel("tokens per second through one MoE layer")
+    axes.set_ylabel("tokens per second")
     axes.set_title(title, fontsize=10)
     axes.grid(True, which="major", alpha=0.3)
     axes.legend(fontsize=8)
     figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None} if str(path).endswith(".svg") else None)
-    pyplot.close(figure)
+    save(figure, path)

@@ -17,6 +17,7 @@ import torch
 
 from int4moe_ipex.checkpoint.headers import TensorHeader, read_headers
 from int4moe_ipex.errors import CheckpointError, MissingTensorsError, UnsupportedFormatError
+from int4moe_ipex.folders import model_folder
 
 __all__ = ["Checkpoint", "TensorHeader"]
 
@@ -84,11 +85,7 @@ class Checkpoint:
             MissingTensorsError: tensors that the index names and no shard holds, or that two shards hold.
             UnsupportedFormatError: the folder holds its weights as pickles or GGUF only.
         """
-        folder = Path(path).expanduser()
-        if not folder.exists():
-            raise CheckpointError(f"{folder}: no such folder; give the path of a downloaded checkpoint")
-        if not folder.is_dir():
-            raise CheckpointError(f"{folder}: is a file; give the folder of the checkpoint")
+        folder = model_folder(path)
         warnings: list[str] = []
         config = _read_json(folder / "config.json")
         files, index = _find_shards(folder, warnings)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
@@ -37,7 +40,11 @@ def build_app(verbs: Iterable[str] = VERBS) -> typer.Typer:
     )
 
     @app.callback()
-    def top() -> None:
+    def top(
+        version: Annotated[
+            bool, typer.Option("--version", help="Show the version and exit.", is_eager=True, callback=_version)
+        ] = False,
+    ) -> None:
         pass
 
     for verb in verbs:
@@ -45,8 +52,16 @@ def build_app(verbs: Iterable[str] = VERBS) -> typer.Typer:
     return app
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        from int4moe_ipex import __version__
+
+        print(f"int4moe_ipex {__version__}")
+        raise typer.Exit
+
+
 def main() -> None:
-    """Runs the command; an error of this package is one message on stderr and exit status 2."""
+    """Runs the command; an error of this package, or of a file, is one message on stderr and exit status 2."""
     asked = sys.argv[1:2]
     try:
         # Help and completion name every verb; a verb that is called for needs itself alone.
@@ -54,5 +69,13 @@ def main() -> None:
     except Int4MoeError as error:
         print(f"int4moe: {error}", file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    except BrokenPipeError:
+        # What reads the output has gone, such as head; nothing more can be said to it, also not at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except OSError as error:
+        # Of a file that was named, such as one without permission; any other is a fault of ours, with its traceback.
+        if not isinstance(error.filename, str | Path) or error.strerror is None:
+            raise
+        print(f"int4moe: {error.filename}: {error.strerror}", file=sys.stderr)
+        sys.exit(2)

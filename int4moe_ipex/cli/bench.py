@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from int4moe_ipex.cli.common import BackendOption, ComputeOption, ConfigOption, DtypeOption, JsonOption, PathArgument
+from int4moe_ipex.cli.outputs import check_output, check_plot
 
 
 def command(app: typer.Typer) -> None:
@@ -33,7 +34,7 @@ def layer(
     threads: Annotated[int | None, typer.Option(min=1, help="Default: torch's.")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Batches of each backend, in turn.")] = 5,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the report here.")] = None,
-    plot_file: Annotated[Path | None, typer.Option("--plot", help="Write a plot here (.svg).")] = None,
+    plot_file: Annotated[Path | None, typer.Option("--plot", help="Write a plot here (svg, png, pdf).")] = None,
     compare: Annotated[
         Path | None, typer.Option(help="An earlier --json report; fail when a row is slower than there by --noise.")
     ] = None,
@@ -48,6 +49,8 @@ def layer(
 
     Example: int4moe bench layer --shape mixtral-8x7b --tokens 1,16,128 --backend native,torch --compute w4a16,w4a8
     """
+    check_output("--json", json_file)
+    check_plot(plot_file)
     import torch
 
     from int4moe_ipex.backends.base import RunConfig
@@ -150,13 +153,15 @@ def _print_model(result, load_seconds: float, paths: list[dict]) -> None:
     from rich.table import Table
 
     from int4moe_ipex.bench.report import wide_console
+    from int4moe_ipex.bench.timing import FOREIGN_LIMIT
+    from int4moe_ipex.cli.inspect import size
 
     console = wide_console()
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_row("prefill", f"{result.prefill_rate:.1f} tokens/s ({result.prompt_tokens} tokens)")
     table.add_row("decode", f"{result.decode_rate:.1f} tokens/s ({result.new_tokens} tokens)")
-    table.add_row("loading", f"{load_seconds:.1f} s, {result.packed_bytes / 1e9:.2f} GB packed")
-    table.add_row("memory", f"{result.peak_rss_bytes / 1e9:.2f} GB at peak")
+    table.add_row("loading", f"{load_seconds:.1f} s, {size(result.packed_bytes)} packed")
+    table.add_row("memory", f"{size(result.peak_rss_bytes)} at peak")
     for entry in paths:
         table.add_row("path", f"{entry['path']}: {entry['modules']} modules")
     console.print(table)
@@ -169,6 +174,11 @@ def _print_model(result, load_seconds: float, paths: list[dict]) -> None:
             cells += [f"{value * 1e3:.2f}", f"{value / sum(by.values()):.0%}"]
         parts.add_row(*cells)
     console.print(parts)
+    if result.foreign > FOREIGN_LIMIT:
+        console.print(
+            f"[yellow]Other processes took {result.foreign:.0%} of the machine's CPU time meanwhile: "
+            "measure again on a quiet machine.[/yellow]"
+        )
 
 
 def _print_changes(changes, noise: float) -> None:

@@ -6,7 +6,9 @@ import atexit
 import contextlib
 import gc
 import json
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -42,9 +44,24 @@ def without_collection() -> Iterator[None]:
             gc.enable()
 
 
+@contextlib.contextmanager
+def killed_by_ctrl_c() -> Iterator[None]:
+    """While libraries are imported, which may swallow Python's KeyboardInterrupt, Ctrl-C ends the process at once."""
+    here = threading.current_thread() is threading.main_thread()
+    before = signal.getsignal(signal.SIGINT)
+    if not here or before is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def import_transformers() -> None:
     """Imports torch and transformers, as fast as they can be."""
-    with without_collection():
+    with without_collection(), killed_by_ctrl_c():
         import transformers.modeling_utils  # noqa: F401
 
 
@@ -82,14 +99,21 @@ def progress_bar(what: str, as_json: bool) -> Iterator[Callable[[int, int, str],
 
 
 def load_with_progress(path: Path, config: Any, as_json: bool, **options: Any) -> tuple[Any, Any]:
-    """(model, tokenizer), with a progress bar; config is a file, a `Config` or None."""
+    """(model, tokenizer), with a progress bar; config is a file, a `Config` or None.
+
+    The folder and the configuration are checked before torch and transformers are imported.
+    """
+    from int4moe_ipex.config import Config
+    from int4moe_ipex.folders import model_folder
+
+    model_folder(path)
+    settings = Config.load(config, **{key: value for key, value in options.items() if value is not None})
     import_transformers()
     import int4moe_ipex
 
     quiet_transformers()
-    chosen = {key: value for key, value in options.items() if value is not None}
     with progress_bar("loading", as_json) as step:
-        model = int4moe_ipex.load(path, config, progress=step, **chosen)
+        model = int4moe_ipex.load(path, settings, progress=step)
     return model, load_tokenizer(path)
 
 

@@ -53,12 +53,14 @@ def convert(
     from int4moe_ipex.cli.inspect import size
     from int4moe_ipex.config import Config
     from int4moe_ipex.errors import ConfigError
+    from int4moe_ipex.folders import model_folder
 
     if to is Target.compressed_tensors and any(option is not None for option in (backend, dtype, config)):
         raise ConfigError("--backend, --dtype and --config belong to a store; compressed-tensors keeps what is stored")
+    model_folder(path)
+    settings = Config.load(config, backend=backend, dtype=dtype)
     import_transformers()
     quiet_transformers()
-    settings = Config.load(config, backend=backend, dtype=dtype)
     start = time.perf_counter()
     with progress_bar("converting", as_json) as step:
         if to is Target.store:
@@ -70,11 +72,12 @@ def convert(
 
             written = write_compressed_tensors(path, out, force=force, progress=step)
     seconds = time.perf_counter() - start
-    layouts = ", ".join(f"{count} in {layout}" for layout, count in written.layouts.items())
+    kind = "modules in layout " if to is Target.store else "linears as "
+    layouts = ", ".join(f"{count} {kind}{layout}" for layout, count in written.layouts.items())
     if as_json:
         facts = {"to": to.value, "bytes": written.nbytes, "layouts": written.layouts, "seconds": round(seconds, 3)}
         print_json({"path": str(written.path), **facts, "warnings": list(written.warnings)})
     else:
-        print(f"{written.path}: {size(written.nbytes)} in {seconds:.1f} s; modules: {layouts}")
+        print(f"{written.path}: {size(written.nbytes)} in {seconds:.1f} s; {layouts}")
         for warning in written.warnings:
             print(f"warning: {warning}", file=sys.stderr)

@@ -29,9 +29,14 @@ def doctor(
     Example: int4moe doctor ./checkpoint --config avx512
     """
     from int4moe_ipex.config import Config
+    from int4moe_ipex.folders import model_folder
+
+    if path is not None:
+        model_folder(path)
+    settings = Config.load(config, backend=backend)
     from int4moe_ipex.diagnosis import diagnose
 
-    found = diagnose(Config.load(config, backend=backend), path)
+    found = diagnose(settings, path)
     if as_json:
         typer.echo(json.dumps(found, indent=1))
     else:
@@ -48,13 +53,15 @@ def _print(found: dict[str, Any]) -> None:
     facts = Table(show_header=False, box=None, pad_edge=False)
     for key, value in _facts(found):
         facts.add_row(key, value)
-    console.print(facts, "")
+    console.print(facts)
+    console.print()
 
     isas = Table("instruction set", "usable", "what blocks it", title="CPU", title_justify="left")
     for isa in found["isas"]:
         blocked = f"{isa['blocked_by']}: {isa['reason']}" if isa["blocked_by"] else ""
         isas.add_row(isa["isa"], _mark(isa["usable"]), blocked)
-    console.print(isas, "")
+    console.print(isas)
+    console.print()
 
     for index, module in enumerate(found["modules"]):
         # One full table says it all, unless another module cannot run.
@@ -62,11 +69,13 @@ def _print(found: dict[str, Any]) -> None:
             console.print(_rows(module))
         else:
             console.print(Text(f"{_title(module)}"))
-        console.print(f"runs on {module['path']}" if module["path"] else Text(module["error"], style="red"), "")
+        console.print(f"runs on {module['path']}" if module["path"] else Text(module["error"], style="red"))
+        console.print()
 
     recommended = found["recommended"]
     console.print(f"Recommended ({recommended['why']}):")
-    console.print(Text(recommended["yaml"].rstrip(), style="cyan"), "")
+    console.print(Text(recommended["yaml"].rstrip(), style="cyan"))
+    console.print()
     said = [module["error"] for module in found["modules"]]
     for problem in found["problems"]:
         if problem not in said:
@@ -106,7 +115,7 @@ def _facts(found: dict[str, Any]) -> list[tuple[str, str]]:
     lines = [
         ("int4moe_ipex", found["version"]),
         ("CPU", f"{machine['model_name']} (family {machine['family']}, model {machine['model']})"),
-        ("hypervisor", machine["hypervisor"] or "none"),
+        ("hypervisor", _hypervisor(machine["hypervisor"])),
         ("CPUs", f"{machine['cpus_allowed']} of {machine['cpus']} for this process; {nodes}"),
         ("caches", caches),
         ("memory", f"{memory['total'] / 2**30:.1f} GiB, {memory['available'] / 2**30:.1f} GiB available"),
@@ -118,6 +127,10 @@ def _facts(found: dict[str, Any]) -> list[tuple[str, str]]:
     lines.append(("tuned values", _tuning(found["tuning"])))
     lines += [("configuration", f"{key} from {origin}") for key, origin in found["config"].items()]
     return lines
+
+
+def _hypervisor(name: str | None) -> str:
+    return "none" if name is None else "one that does not tell its name" if name == "unknown" else name
 
 
 def _tuning(tuned: dict[str, Any]) -> str:

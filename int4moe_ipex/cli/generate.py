@@ -14,7 +14,6 @@ from int4moe_ipex.cli.common import (
     DtypeOption,
     JsonOption,
     PathArgument,
-    import_transformers,
     load_with_progress,
     paths_summary,
     peak_rss_bytes,
@@ -41,10 +40,9 @@ def command(app: typer.Typer) -> None:
 
         Example: int4moe generate ./Qwen3-30B-A3B-GPTQ --prompt "The statement is used to" --max-new-tokens 32
         """
-        import_transformers()
+        model, tokenizer = load_with_progress(path, config, as_json, backend=backend, dtype=dtype, compute=compute)
         from int4moe_ipex.models import run
 
-        model, tokenizer = load_with_progress(path, config, as_json, backend=backend, dtype=dtype, compute=compute)
         result = run.generate(model, tokenizer, prompt, max_new_tokens, do_sample=sample)
         paths = paths_summary(model.int4moe_report)
         if as_json:

@@ -18,7 +18,9 @@ from int4moe_ipex.cli.common import (
     print_json,
     progress_bar,
 )
+from int4moe_ipex.cli.outputs import check_plot, read_text
 from int4moe_ipex.errors import ConfigError
+from int4moe_ipex.folders import model_folder
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -35,7 +37,7 @@ def inspect(
     ] = False,
     prompt: Annotated[str | None, typer.Option(help="The text for --routing.")] = None,
     text: Annotated[Path | None, typer.Option(help="A file with the text for --routing.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the map of --routing into this file (svg, pdf).")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the map of --routing into this file (svg, png, pdf).")] = None,
     backend: BackendOption = None,
     config: ConfigOption = None,
     as_json: JsonOption = False,
@@ -53,6 +55,7 @@ def inspect(
         return
     if prompt is not None or text is not None or plot is not None:
         raise ConfigError("--prompt, --text and --plot of inspect belong to --routing")
+    model_folder(path)
     from int4moe_ipex.packing.store import is_store
 
     if is_store(path):
@@ -78,16 +81,14 @@ def inspect(
 def _text(prompt: str | None, file: Path | None) -> str:
     if (prompt is None) == (file is None):
         raise ConfigError("--routing needs a text: either --prompt or --text")
-    try:
-        return prompt if file is None else file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file}: cannot be read as text: {error}") from None
+    return prompt if file is None else read_text(file)
 
 
 def _routing(path: Path, text: str, plot: Path | None, config: Path | None, backend: str | None, as_json: bool) -> None:
+    check_plot(plot)
+    model, tokenizer = load_with_progress(path, config, as_json, backend=backend)
     from int4moe_ipex.models import expert_use
 
-    model, tokenizer = load_with_progress(path, config, as_json, backend=backend)
     tokens = tokenizer(text).input_ids
     with progress_bar("routing", as_json) as step:
         use = expert_use.expert_use(model, tokens, step)
@@ -183,7 +184,7 @@ def _print_store(found: Any) -> None:
     from rich.markup import escape
     from rich.tree import Tree
 
-    layouts = ", ".join(f"{count} in {layout}" for layout, count in found.layouts.items())
+    layouts = ", ".join(f"{count} modules in layout {layout}" for layout, count in found.layouts.items())
     tree = Tree(
         f"[bold]{escape(found.path)}[/bold]: prepacked store for {found.dtype}, {size(found.nbytes)}; {layouts}"
     )

@@ -15,18 +15,18 @@ from int4moe_ipex.cli.common import (
     DtypeOption,
     JsonOption,
     PathArgument,
-    import_transformers,
     load_with_progress,
     paths_summary,
     print_json,
 )
+from int4moe_ipex.cli.outputs import read_text
 
 
 def command(app: typer.Typer) -> None:
     @app.command()
     def perplexity(
         path: PathArgument,
-        text: Annotated[Path, typer.Option(help="UTF-8 text file.", exists=True, dir_okay=False)],
+        text: Annotated[Path, typer.Option(help="UTF-8 text file.")],
         window: Annotated[int, typer.Option(min=1, help="Tokens per window.")] = 128,
         max_tokens: Annotated[int, typer.Option(min=2, help="Tokens of the text that are used at most.")] = 8192,
         backend: BackendOption = None,
@@ -42,11 +42,11 @@ def command(app: typer.Typer) -> None:
         from rich.console import Console
         from rich.progress import Progress
 
-        import_transformers()
+        content = read_text(text)
+        model, tokenizer = load_with_progress(path, config, as_json, backend=backend, dtype=dtype, compute=compute)
         from int4moe_ipex.models import run
 
-        model, tokenizer = load_with_progress(path, config, as_json, backend=backend, dtype=dtype, compute=compute)
-        ids = tokenizer(text.read_text(encoding="utf-8"), add_special_tokens=False).input_ids
+        ids = tokenizer(content, add_special_tokens=False).input_ids
         console = Console(stderr=True)
         with Progress(console=console, transient=True, disable=as_json or not sys.stderr.isatty()) as bar:
             task = bar.add_task("windows", total=None)

@@ -13,6 +13,7 @@ from int4moe_ipex.cli.common import (
     ConfigOption,
     DtypeOption,
     PathArgument,
+    killed_by_ctrl_c,
     load_with_progress,
     without_collection,
 )
@@ -51,11 +52,15 @@ def serve(
     changed["store"] = None if store is None else {"path": str(store)}
     settings = Config.load(settings, **{key: value for key, value in changed.items() if value is not None})
 
+    from int4moe_ipex.folders import model_folder
     from int4moe_ipex.serve.listen import listener
+
+    model_folder(path)
 
     bound = listener(settings.serve.host, settings.serve.port)
     with without_collection():
-        from int4moe_ipex.serve import server as serving
+        with killed_by_ctrl_c():
+            from int4moe_ipex.serve import server as serving
 
         serving.check(path, settings)
         model, tokenizer = load_with_progress(path, settings, False)

@@ -45,13 +45,16 @@ def verify(
 
     Example: int4moe verify ./Qwen3-30B-A3B-GPTQ --backend native --prompt "The capital of France is"
     """
+    from int4moe_ipex.config import Config
+    from int4moe_ipex.folders import model_folder
+
+    model_folder(path)
+    settings = Config.load(config, backend=backend, dtype=dtype, compute=compute)
     import_transformers()
     from int4moe_ipex import verification
-    from int4moe_ipex.config import Config
     from int4moe_ipex.models.loader import prepare
     from int4moe_ipex.models.stored import checkpoint_of
 
-    settings = Config.load(config, backend=backend, dtype=dtype, compute=compute)
     checkpoint = checkpoint_of(path, source)
     model, tokenizer = load_with_progress(path, settings, as_json)
     results = []

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from int4moe_ipex.errors import ConfigError, Int4MoeError
+from int4moe_ipex.errors import Int4MoeError
 from int4moe_ipex.moe.experts import Int4Experts
+from int4moe_ipex.plots import import_pyplot, save
 
 WINDOW = 1024  # tokens of a long text that are fed at once, each window a sequence of its own
 
@@ -84,13 +85,7 @@ def plot(use: list[ExpertUse], title: str, path: str | Path) -> None:
     Raises:
         ConfigError: matplotlib is missing, or the file cannot be written.
     """
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ConfigError(f"plots need matplotlib (pip install 'int4moe_ipex[plot]'): {error}") from error
-    matplotlib.use("svg")
-    from matplotlib import pyplot
-
+    pyplot = import_pyplot()
     width = max(len(layer.counts) for layer in use)
     rows = [[share(layer, e) if e < len(layer.counts) else math.nan for e in range(width)] for layer in use]
     figure, axes = pyplot.subplots(figsize=(max(6, width / 14), max(2, len(use) / 5 + 1)), layout="constrained")
@@ -99,12 +94,7 @@ def plot(use: list[ExpertUse], title: str, path: str | Path) -> None:
     axes.set_ylabel("MoE layer")
     axes.set_title(title)
     figure.colorbar(image, ax=axes, label="use (1 is even)")
-    try:
-        figure.savefig(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot be written: {error}") from error
-    finally:
-        pyplot.close(figure)
+    save(figure, path)
 
 
 def share(layer: ExpertUse, expert: int) -> float:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from int4moe_ipex.checkpoint.files import CONFIG_KEYS, PICKLE_SUFFIXES, QUANTIZATION_FILES, Checkpoint
 from int4moe_ipex.checkpoint.headers import DTYPES
@@ -147,6 +148,8 @@ def new_folder(out: Path, replace: bool = False) -> Iterator[Path]:
         raise StoreError(f"{out}: was not made by int4moe convert and is not replaced; choose another folder")
     _remove_stale(out)
     temporary = out.parent / f".{out.name}.partial-{os.getpid()}"
+    if not out.parent.is_dir():
+        raise StoreError(f"{out}: there is no folder {out.parent}; make it first")
     try:
         temporary.mkdir()
     except OSError as error:
@@ -165,6 +168,8 @@ def new_folder(out: Path, replace: bool = False) -> Iterator[Path]:
         _sync(out.parent)
     except OSError as error:
         raise StoreError(f"{out}: cannot be written: {error.strerror}") from error
+    except SafetensorError as error:
+        raise StoreError(f"{out}: cannot be written: {error}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

@@ -46,7 +46,7 @@ def test_routing_of_a_prompt(tmp_path):
     ("arguments", "sentence"),
     [
         (["--routing"], "--routing needs a text: either --prompt or --text"),
-        (["--routing", "--text", "no/such"], "no/such: cannot be read as text: "),
+        (["--routing", "--text", "no/such"], "no/such: cannot be read: "),
         (["--prompt", "x"], "--prompt, --text and --plot of inspect belong to --routing"),
     ],
 )
