@@ -11,8 +11,10 @@ What IPEX does badly and this module keeps from its callers (all read in its 2.8
 - an empty batch divides by zero, and expert ids are not checked: neither reaches it;
 - its sum over experts is rounded to the activations' dtype at each step and races on repeated ids: every
   (token, expert) pair is given to it as a token of its own, and the weighted sum is ours, in float32;
-- `lowp_mode` BF16 computes in float16 below five rows, and float16 overflows in down: we use NONE in bfloat16 or
-  float32, and INT8 for w4a8;
+- on the packed tier, bfloat16 activations make it round every projection to bfloat16, which with its bfloat16 weights
+  exceeds the bound of W4A16 (benchmarks/ipex_onednn.md): it gets and returns float32, and `lowp_mode` BF16 makes it
+  multiply in bfloat16 none the less;
+- `lowp_mode` BF16 computes in float16 below five rows, and float16 overflows in down: it never gets fewer;
 - blocks need a group size that is a power of two dividing in_features: other groups are split into such ones;
 - `silu(gate) * up` inside `deepseek_moe_woq` mixes padded with unpadded rows, and raises, unless intermediate_size is
   a multiple of 32: other layers run expert by expert;
@@ -25,11 +27,12 @@ import functools
 import importlib.metadata
 import math
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 
 from int4moe_ipex.backends.base import (
     ExpertsSpec,
@@ -41,10 +44,11 @@ from int4moe_ipex.backends.base import (
     Supported,
     Verdict,
 )
+from int4moe_ipex.backends.three_linears import ThreeLinears, ThreeLinearsBackend
 from int4moe_ipex.canonical import CanonicalWeight
-from int4moe_ipex.cpu import CpuFeatures, amx_permitted
+from int4moe_ipex.cpu import CpuFeatures, amx_permitted, detect
 from int4moe_ipex.errors import BackendError
-from int4moe_ipex.moe.routing import CHUNK_TOKENS, check_routing, run_grouped, sum_slots
+from int4moe_ipex.moe.routing import CHUNK_TOKENS, check_routing, sum_slots
 
 PACKAGE = "intel-extension-for-pytorch"
 VERSION = "2.8.0"
@@ -54,7 +58,8 @@ PACKED_FLAGS = frozenset(
     | {"amx_tile", "amx_int8", "amx_bf16"}
 )
 # IPEX's own numbers.
-LOWP_NONE, LOWP_INT8 = 0, 3
+LOWP_NONE, LOWP_BF16, LOWP_INT8 = 0, 2, 3
+BF16_ROWS = 5  # lowp_mode BF16 means it from this number of rows on
 PER_TOKEN_AND_GROUP = 3  # activations: uint8 with a zero point per row and block of K
 PLAIN_FORMAT = 0
 MIN_PACKED_GROUP = 16
@@ -121,6 +126,13 @@ def _lacking(cpu: CpuFeatures) -> str:
     return "" if amx_permitted() else "the kernel's permission for AMX tiles"
 
 
+def _lowp(run: RunConfig) -> int:
+    """What IPEX multiplies in. Its slow tier has float32 only."""
+    if run.compute == "w4a8":
+        return LOWP_INT8
+    return LOWP_BF16 if run.dtype == torch.bfloat16 and not _lacking(detect()) else LOWP_NONE
+
+
 @dataclass(frozen=True, eq=False)
 class IpexLinear:
     """One projection: IPEX's context, which owns the weight, and the handle through which its operators find it.
@@ -135,7 +147,7 @@ class IpexLinear:
     group_size: int
     scales_dtype: torch.dtype
     perm: torch.Tensor | None
-    dtype: torch.dtype
+    lowp: int
     path: str
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -149,33 +161,31 @@ class IpexLinear:
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [M, K], M >= 1 -> [M, N] in the dtype that IPEX computes in."""
-        x = x.to(self.dtype)
+        """x [M, K], M >= 1 -> float32 [M, N]."""
+        x, rows = x.float(), x.shape[0]
         if self.perm is not None:
             x = x[:, self.perm]
-        return torch.ops.torch_ipex.ipex_woq_linear(x.contiguous(), self.handle)
+        if self.lowp == LOWP_BF16 and rows < BF16_ROWS:
+            x = F.pad(x, (0, 0, 0, BF16_ROWS - rows))
+        return torch.ops.torch_ipex.ipex_woq_linear(x.contiguous(), self.handle)[:rows]
+
+
+def _fused(layer: ThreeLinears) -> bool:
+    """Whether `deepseek_moe_woq` runs the layer."""
+    spec = layer.spec
+    act_order = any(linear is not None and linear.perm is not None for expert in layer.experts for linear in expert)
+    whole_blocks = spec.intermediate_size % ROWS == 0
+    return spec.gate is not None and spec.activation.name == "silu" and not act_order and whole_blocks
 
 
 @dataclass(frozen=True, eq=False)
-class IpexExperts:
+class IpexExperts(ThreeLinears):
     """All experts; fused says that `deepseek_moe_woq` runs them."""
 
-    spec: ExpertsSpec
-    experts: tuple[tuple[IpexLinear | None, IpexLinear, IpexLinear], ...]
     fused: bool
-    path: str
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        return {
-            f"{index}.{name}.{key}": tensor
-            for index, expert in enumerate(self.experts)
-            for name, linear in zip(("gate", "up", "down"), expert)
-            if linear is not None
-            for key, tensor in linear.tensors().items()
-        }
 
 
-class IpexBackend:
+class IpexBackend(ThreeLinearsBackend):
     """IPEX 2.8.0's weight-only int4 path."""
 
     name = "ipex"
@@ -237,6 +247,7 @@ class IpexBackend:
             columns = torch.arange(0, k, group) // weight.group_size
             scales = scales[:, columns]
             zeros = None if zeros is None else zeros[:, columns]
+        lowp = _lowp(run)
         context = torch.ops.ipex_prepack.weight_only_qlinear_prepack_int4(
             weight.codes.contiguous(),
             scales.float().reshape(n if one_group else scales.shape),
@@ -245,17 +256,16 @@ class IpexBackend:
             None,  # g_idx: act-order is ours
             None,
             -1 if one_group else group,
-            LOWP_INT8 if run.compute == "w4a8" else LOWP_NONE,
+            lowp,
             PER_TOKEN_AND_GROUP,
             False,
             PLAIN_FORMAT,
         )
         packed = context.get_weight().dim() == 4
-        if not packed and (run.compute == "w4a8" or not run.forced):
+        if not packed and (lowp != LOWP_NONE or not run.forced):
             raise BackendError(
                 "IPEX did not choose its packed tier here; backend: ipex takes its slow one (w4a16 only)"
             )
-        in_bf16 = packed and run.dtype == torch.bfloat16
         return IpexLinear(
             spec=spec,
             context=context,
@@ -263,42 +273,19 @@ class IpexBackend:
             group_size=weight.group_size,
             scales_dtype=weight.scales.dtype,
             perm=None if weight.perm is None else weight.perm.clone(),
-            dtype=torch.bfloat16 if in_bf16 else torch.float32,
+            lowp=lowp,
             path=f"ipex/packed/{run.compute}" if packed else "ipex/reference/float32",
         )
 
     def pack_experts(self, spec: ExpertsSpec, experts: Iterable[ExpertWeights], run: RunConfig) -> IpexExperts:
-        packed = tuple(
-            (
-                None if e.gate is None else self.pack_linear(spec.gate, e.gate, run),
-                self.pack_linear(spec.up, e.up, run),
-                self.pack_linear(spec.down, e.down, run),
-            )
-            for e in experts
-        )
-        act_order = any(linear is not None and linear.perm is not None for expert in packed for linear in expert)
-        whole_blocks = spec.intermediate_size % ROWS == 0
-        fused = spec.gate is not None and spec.activation.name == "silu" and not act_order and whole_blocks
-        return IpexExperts(spec, packed, fused, packed[0][1].path)
-
-    def linear_forward(self, packed: IpexLinear, x: torch.Tensor) -> torch.Tensor:
-        if not x.numel():
-            return x.new_empty(*x.shape[:-1], packed.spec.out_features)
-        y = packed.forward(x.reshape(-1, x.shape[-1]))
-        return y.to(x.dtype).reshape(*x.shape[:-1], packed.spec.out_features)
+        layer = super().pack_experts(spec, experts, run)
+        return IpexExperts(spec, layer.experts, _fused(layer))
 
     def experts_forward(
         self, packed: IpexExperts, x: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        if packed.fused:
-            return _fused_forward(packed, x, top_k_index, top_k_weights)
-
-        def one(expert: int, rows: torch.Tensor) -> torch.Tensor:
-            gate, up, down = packed.experts[expert]
-            gated = None if gate is None else gate.forward(rows).float()
-            return down.forward(packed.spec.activation.apply(gated, up.forward(rows).float()))
-
-        return run_grouped(x, top_k_index, top_k_weights, packed.spec.num_experts, one)
+        run = _fused_forward if packed.fused else super().experts_forward
+        return run(packed, x, top_k_index, top_k_weights)
 
     def unpack_linear(self, packed: IpexLinear) -> LinearWeights:
         context = packed.context
@@ -320,12 +307,6 @@ class IpexBackend:
         )
         return LinearWeights(weight, context.get_bias())
 
-    def unpack_experts(self, packed: IpexExperts) -> Iterator[ExpertWeights]:
-        for gate, up, down in packed.experts:
-            yield ExpertWeights(
-                None if gate is None else self.unpack_linear(gate), self.unpack_linear(up), self.unpack_linear(down)
-            )
-
 
 def _fused_forward(
     packed: IpexExperts, x: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
@@ -334,7 +315,7 @@ def _fused_forward(
     num_experts = packed.spec.num_experts
     ids = check_routing(x, top_k_index, top_k_weights, num_experts)
     gates, ups, downs = ([linear.context for linear in column] for column in zip(*packed.experts))
-    dtype = packed.experts[0][1].dtype
+    least = BF16_ROWS if packed.experts[0][1].lowp == LOWP_BF16 else 1
     k = ids.shape[1]
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     for start in range(0, x.shape[0], CHUNK_TOKENS):
@@ -343,9 +324,18 @@ def _fused_forward(
         where = torch.nonzero((flat >= 0) & (flat < num_experts)).squeeze(1)
         slots = torch.zeros(flat.shape[0], x.shape[1])
         if where.numel():
-            rows = tokens.to(dtype)[where // k]
-            ones = torch.ones(rows.shape[0], 1, dtype=dtype)
-            y = torch.ops.torch_ipex.deepseek_moe_woq(rows, flat[where].unsqueeze(1), gates, ups, downs, ones, False)
-            slots[where] = y.float() * top_k_weights[part].reshape(-1, 1)[where].float()
+            experts = flat[where]
+            more = _missing_rows(experts, least)
+            rows = F.pad(tokens.float()[where // k], (0, 0, 0, more.numel()))
+            pairs = torch.cat((experts, more)).unsqueeze(1)
+            ones = torch.ones(pairs.shape)
+            y = torch.ops.torch_ipex.deepseek_moe_woq(rows, pairs, gates, ups, downs, ones, False)
+            slots[where] = y[: where.numel()] * top_k_weights[part].reshape(-1, 1)[where].float()
         out[part] = sum_slots(slots.view(tokens.shape[0], k, x.shape[1])).to(x.dtype)
     return out
+
+
+def _missing_rows(experts: torch.Tensor, least: int) -> torch.Tensor:
+    """The ids that give every expert which is there `least` rows."""
+    hit, counts = experts.unique(return_counts=True)
+    return hit.repeat_interleave((least - counts).clamp_min(0))

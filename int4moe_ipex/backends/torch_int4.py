@@ -7,14 +7,13 @@ is applied. Its packed layout depends on the CPU: it is made at load and never s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
 from int4moe_ipex.backends.base import (
     ExpertsSpec,
-    ExpertWeights,
     LinearSpec,
     LinearWeights,
     Rejected,
@@ -22,9 +21,9 @@ from int4moe_ipex.backends.base import (
     Supported,
     Verdict,
 )
+from int4moe_ipex.backends.three_linears import ThreeLinearsBackend
 from int4moe_ipex.canonical import SYMMETRIC_ZERO, CanonicalWeight, pack_codes, unpack_codes
 from int4moe_ipex.cpu import CpuFeatures
-from int4moe_ipex.moe.routing import run_grouped
 
 GROUP_SIZES = (32, 64, 128, 256)
 ROWS = 16  # the op's blocks of output rows
@@ -47,21 +46,12 @@ class TorchLinear:
         names = ("packed", "scale_and_zero", "scales", "zeros", "perm", "bias")
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
-
-@dataclass(frozen=True, eq=False)
-class TorchExperts:
-    spec: ExpertsSpec
-    experts: tuple[tuple[TorchLinear | None, TorchLinear, TorchLinear], ...]
-    path: str
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        return {
-            f"{index}.{name}.{key}": tensor
-            for index, expert in enumerate(self.experts)
-            for name, linear in zip(("gate", "up", "down"), expert)
-            if linear is not None
-            for key, tensor in linear.tensors().items()
-        }
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [M, K], M >= 1 -> [M, N] in the dtype that the op computes in."""
+        dtype = self.scale_and_zero.dtype
+        x = (x if self.perm is None else x[:, self.perm]).to(dtype).contiguous()
+        y = torch.ops.aten._weight_int4pack_mm_for_cpu(x, self.packed, self.spec.group_size, self.scale_and_zero)
+        return y if self.bias is None else (y + self.bias).to(dtype)
 
 
 def _reject(spec: LinearSpec) -> str | None:
@@ -82,7 +72,7 @@ def _path(run: RunConfig) -> str:
     return f"torch/{str(_compute_dtype(run)).removeprefix('torch.')}"
 
 
-class TorchInt4Backend:
+class TorchInt4Backend(ThreeLinearsBackend):
     """W4A16 through torch's int4 op; weights stay int4, act-order permutes the activations on every call."""
 
     name = "torch"
@@ -118,42 +108,6 @@ class TorchInt4Backend:
             path=_path(run),
         )
 
-    def pack_experts(self, spec: ExpertsSpec, experts: Iterable[ExpertWeights], run: RunConfig) -> TorchExperts:
-        packed = tuple(
-            (
-                None if e.gate is None else self.pack_linear(spec.gate, e.gate, run),
-                self.pack_linear(spec.up, e.up, run),
-                self.pack_linear(spec.down, e.down, run),
-            )
-            for e in experts
-        )
-        return TorchExperts(spec, packed, _path(run))
-
-    def linear_forward(self, packed: TorchLinear, x: torch.Tensor) -> torch.Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        if not rows.shape[0]:
-            return x.new_empty(*x.shape[:-1], packed.spec.out_features)
-        dtype = packed.scale_and_zero.dtype
-        rows = (rows if packed.perm is None else rows[:, packed.perm]).to(dtype).contiguous()
-        y = torch.ops.aten._weight_int4pack_mm_for_cpu(
-            rows, packed.packed, packed.spec.group_size, packed.scale_and_zero
-        )
-        if packed.bias is not None:
-            y = y + packed.bias
-        return y.to(x.dtype).view(*x.shape[:-1], packed.spec.out_features)
-
-    def experts_forward(
-        self, packed: TorchExperts, x: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-    ) -> torch.Tensor:
-        def one(expert: int, rows: torch.Tensor) -> torch.Tensor:
-            gate, up, down = packed.experts[expert]
-            rows = rows.to(up.scale_and_zero.dtype)
-            gated = None if gate is None else self.linear_forward(gate, rows).float()
-            h = packed.spec.activation.apply(gated, self.linear_forward(up, rows).float())
-            return self.linear_forward(down, h.to(rows.dtype))
-
-        return run_grouped(x, top_k_index, top_k_weights, packed.spec.num_experts, one)
-
     def unpack_linear(self, packed: TorchLinear) -> LinearWeights:
         # The op's layout has no inverse in torch: multiplying the identity with scale 1 and zero 0 reads it back.
         spec = packed.spec
@@ -169,9 +123,3 @@ class TorchInt4Backend:
             perm=packed.perm,
         )
         return LinearWeights(weight, packed.bias)
-
-    def unpack_experts(self, packed: TorchExperts) -> Iterator[ExpertWeights]:
-        for gate, up, down in packed.experts:
-            yield ExpertWeights(
-                None if gate is None else self.unpack_linear(gate), self.unpack_linear(up), self.unpack_linear(down)
-            )

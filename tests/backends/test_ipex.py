@@ -155,10 +155,18 @@ def test_one_group_per_row_is_given_as_no_groups():
 def test_large_activations_do_not_overflow():
     weight = random_weight(torch.Generator().manual_seed(4), 64, 128, 32, symmetric=True)
     x = torch.full((1, 128), 1e5).bfloat16()
-    context = raw_context(weight, lowp=2)  # IPEX's BF16 mode: float16 below five rows
-    assert not torch.ops.torch_ipex.ipex_woq_linear(x, context.get_data_handle()).isfinite().all()
+    context = raw_context(weight, ipex.LOWP_BF16)  # it is float16 below five rows
+    for rows in (1, ipex.BF16_ROWS - 1, ipex.BF16_ROWS):
+        y = torch.ops.torch_ipex.ipex_woq_linear(x.expand(rows, -1).contiguous(), context.get_data_handle())
+        assert y.isfinite().all() == (rows == ipex.BF16_ROWS), rows
     y = BACKEND.linear_forward(pack(weight, forced(torch.bfloat16)), x)
     assert relative_error(y, x.float() @ dequantize(weight).t()) < TOLERANCE[torch.bfloat16]
+
+
+def test_experts_get_rows_until_the_bfloat16_mode_is_one():
+    more = ipex._missing_rows(torch.tensor([3, 0, 3, 7, 7, 7, 7, 7, 7]), 5)
+    assert more.tolist() == [0] * 4 + [3] * 3
+    assert not ipex._missing_rows(torch.tensor([3, 0]), 1).numel()
 
 
 def test_float16_down_may_pass_65504_before_its_routing_weight():

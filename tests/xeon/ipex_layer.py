@@ -7,7 +7,8 @@ import torch
 from int4moe_ipex import cpu
 from int4moe_ipex.backends import ipex
 from int4moe_ipex.backends.base import RunConfig
-from tests.backends.backend_matrix import TOLERANCE, ExpertsCase
+from int4moe_ipex.canonical import dequantize
+from tests.backends.backend_matrix import REFERENCE, TOLERANCE, ExpertsCase, relative_error
 from tests.xeon import layers
 
 BACKEND = ipex.IpexBackend()
@@ -17,6 +18,23 @@ CASES = (
     ExpertsCase(64, 32, 32, act_order=True),  # expert by expert
     ExpertsCase(64, 64, 64, "gelu"),  # one group per row
 )
+
+
+def large_activations() -> str:
+    """One token whose activations float16 cannot hold, through a linear and through the fused experts."""
+    generator = torch.Generator().manual_seed(4)
+    run = RunConfig()
+    spec, stored = CASES[0].build(generator)
+    x = torch.full((1, 64), 1e5).bfloat16()
+    linear = BACKEND.pack_linear(spec.up, stored[0].up, run)
+    assert linear.path == "ipex/packed/w4a16", linear.path
+    worst = relative_error(BACKEND.linear_forward(linear, x), x.float() @ dequantize(stored[0].up.weight).t())
+    packed, reference = (backend.pack_experts(spec, iter(stored), run) for backend in (BACKEND, REFERENCE))
+    routing = torch.tensor([[2, 0]]), torch.tensor([[0.75, 0.25]])
+    want = REFERENCE.experts_forward(reference, x.float(), *routing)
+    worst = max(worst, relative_error(BACKEND.experts_forward(packed, x, *routing), want))
+    assert worst <= TOLERANCE[run.dtype], f"relative error {worst:.1e}"
+    return f"relative error {worst:.1e}"
 
 
 def main() -> None:
@@ -36,6 +54,7 @@ def main() -> None:
                     BACKEND, case, run, "ipex/packed/w4a16", (1, 4, 9), TOLERANCE[run.dtype]
                 ),
             )
+    layers.step("activations of 1e5", large_activations)
     # More rows go through AMX's signed int8 product, which the emulator computes as unsigned.
     layers.step(
         "w4a8, one token",

@@ -9,5 +9,8 @@ Where it differs from a real machine (Bochs 3.0 under Debian's kernel):
   the tile state on in XCR0, answers arch_prctl's permission requests as a kernel with AMX does, keeps the tiles of
   threads apart, and shows the amx flags in /proc/cpuinfo.
 * TDPBSSD, TDPBSUD and TDPBUSD are computed as TDPBUUD: only the unsigned by unsigned product is right.
+* Of EVEX instructions, an 8-bit displacement is doubled by VPINSRB from memory and counts 4 bytes for VDPBF16PS with a
+  whole vector in memory, and VCVTNE2PS2BF16 converts its second source into both halves. No kernel here uses these;
+  oneDNN's int4 decompression does (benchmarks/ipex_onednn.md).
 * One CPU, about a hundred times slower than a real one: keep inputs tiny.
 """

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import torch
 
 from int4moe_ipex.backends.base import (
     ExpertsSpec,
-    ExpertWeights,
     LinearSpec,
     LinearWeights,
     Rejected,
@@ -21,10 +20,10 @@ from int4moe_ipex.backends.base import (
 from int4moe_ipex.backends.onednn.enums import DataType
 from int4moe_ipex.backends.onednn.library import narrower
 from int4moe_ipex.backends.onednn.matmul import DTYPES, GROUP_STEP, TORCH, Problem, session
+from int4moe_ipex.backends.three_linears import ThreeLinearsBackend
 from int4moe_ipex.canonical import CanonicalWeight
 from int4moe_ipex.cpu import CpuFeatures
 from int4moe_ipex.errors import BackendError
-from int4moe_ipex.moe.routing import run_grouped
 
 ALIGNMENT = 64
 # down's activations stay float32. In bfloat16, oneDNN's rounding of the weights, after that of gate and up, came to a
@@ -88,47 +87,23 @@ class OneDnnLinear:
         return y if self.bias is None else y.add_(self.bias)
 
 
-@dataclass(frozen=True, eq=False)
-class OneDnnExperts:
-    spec: ExpertsSpec
-    experts: tuple[tuple[OneDnnLinear | None, OneDnnLinear, OneDnnLinear], ...]
-    path: str
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        return {
-            f"{index}.{name}.{key}": tensor
-            for index, expert in enumerate(self.experts)
-            for name, linear in zip(("gate", "up", "down"), expert)
-            if linear is not None
-            for key, tensor in linear.tensors().items()
-        }
-
-
-class OneDnnBackend:
+class OneDnnBackend(ThreeLinearsBackend):
     """W4A16 on oneDNN 3.10 or later."""
 
     name = "onednn"
 
     def support_experts(self, spec: ExpertsSpec, cpu: CpuFeatures, run: RunConfig) -> Verdict:
-        verdict: Verdict = Rejected("no projection")
-        for linear, dtype in self._projections(spec, run):
-            verdict = self._support(linear, run, dtype)
+        verdict = self.support_linear(spec.down, cpu, self.run_of_down(run))
+        for linear in filter(None, (spec.gate, spec.up)):
             if isinstance(verdict, Rejected):
-                return verdict
+                break
+            verdict = self.support_linear(linear, cpu, run)
         return verdict
 
+    def run_of_down(self, run: RunConfig) -> RunConfig:
+        return replace(run, dtype=INNER)
+
     def support_linear(self, spec: LinearSpec, cpu: CpuFeatures, run: RunConfig) -> Verdict:
-        return self._support(spec, run, run.dtype)
-
-    @staticmethod
-    def _projections(spec: ExpertsSpec, run: RunConfig) -> Iterator[tuple[LinearSpec, torch.dtype]]:
-        """down, gate and up with the type of their activations; the last one's path stands for the layer."""
-        yield spec.down, INNER
-        if spec.gate is not None:
-            yield spec.gate, run.dtype
-        yield spec.up, run.dtype
-
-    def _support(self, spec: LinearSpec, run: RunConfig, dtype: torch.dtype) -> Verdict:
         if run.compute != "w4a16":
             return Rejected(f"this backend computes w4a16 only, not {run.compute}")
         group = math.gcd(spec.group_size, spec.in_features)
@@ -145,7 +120,7 @@ class OneDnnBackend:
                     "capped once, by INT4MOE_MAX_ISA or ONEDNN_MAX_CPU_ISA"
                 )
             # Experts of one pack may differ in whether they have zero points.
-            plans = [_plan(spec, dtype, grouped) for grouped in ((False,) if spec.symmetric else (False, True))]
+            plans = [_plan(spec, run.dtype, grouped) for grouped in ((False,) if spec.symmetric else (False, True))]
         except BackendError as error:
             return Rejected(str(error))
         for plan in plans:
@@ -155,11 +130,8 @@ class OneDnnBackend:
         return Supported(_path(implementation, problem))
 
     def pack_linear(self, spec: LinearSpec, linear: LinearWeights, run: RunConfig) -> OneDnnLinear:
-        return self._pack(spec, linear, run.dtype)
-
-    def _pack(self, spec: LinearSpec, linear: LinearWeights, dtype: torch.dtype) -> OneDnnLinear:
         weight = linear.weight
-        plan = _plan(spec, dtype, weight.zeros is not None)
+        plan = _plan(spec, run.dtype, weight.zeros is not None)
         if isinstance(plan, str):
             raise BackendError(plan)
         problem, implementation = plan
@@ -179,33 +151,6 @@ class OneDnnBackend:
             path=_path(implementation, problem),
         )
 
-    def pack_experts(self, spec: ExpertsSpec, experts: Iterable[ExpertWeights], run: RunConfig) -> OneDnnExperts:
-        packed = tuple(
-            (
-                None if e.gate is None else self._pack(spec.gate, e.gate, run.dtype),
-                self._pack(spec.up, e.up, run.dtype),
-                self._pack(spec.down, e.down, INNER),
-            )
-            for e in experts
-        )
-        return OneDnnExperts(spec, packed, packed[0][1].path)
-
-    def linear_forward(self, packed: OneDnnLinear, x: torch.Tensor) -> torch.Tensor:
-        if not x.numel():
-            return x.new_empty(*x.shape[:-1], packed.spec.out_features)
-        y = packed.forward(x.reshape(-1, x.shape[-1]))
-        return y.to(x.dtype).reshape(*x.shape[:-1], packed.spec.out_features)
-
-    def experts_forward(
-        self, packed: OneDnnExperts, x: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-    ) -> torch.Tensor:
-        def one(expert: int, rows: torch.Tensor) -> torch.Tensor:
-            gate, up, down = packed.experts[expert]
-            gated = None if gate is None else gate.forward(rows)
-            return down.forward(packed.spec.activation.apply(gated, up.forward(rows)))
-
-        return run_grouped(x, top_k_index, top_k_weights, packed.spec.num_experts, one)
-
     def unpack_linear(self, packed: OneDnnLinear) -> LinearWeights:
         group_size = packed.spec.group_size
         columns = torch.arange(0, packed.spec.in_features, group_size) // packed.problem.group_size
@@ -221,9 +166,3 @@ class OneDnnBackend:
             perm=packed.perm,
         )
         return LinearWeights(weight, packed.bias)
-
-    def unpack_experts(self, packed: OneDnnExperts) -> Iterator[ExpertWeights]:
-        for gate, up, down in packed.experts:
-            yield ExpertWeights(
-                None if gate is None else self.unpack_linear(gate), self.unpack_linear(up), self.unpack_linear(down)
-            )
