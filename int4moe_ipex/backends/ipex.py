@@ -13,7 +13,7 @@ What IPEX does badly and this module keeps from its callers (all read in its 2.8
   (token, expert) pair is given to it as a token of its own, and the weighted sum is ours, in float32;
 - on the packed tier, bfloat16 activations make it round every projection to bfloat16, which with its bfloat16 weights
   exceeds the bound of W4A16 (benchmarks/ipex_onednn.md): it gets and returns float32, and `lowp_mode` BF16 makes it
-  multiply in bfloat16 none the less;
+  multiply gate, up and single linears in bfloat16 none the less;
 - `lowp_mode` BF16 computes in float16 below five rows, and float16 overflows in down: it never gets fewer;
 - blocks need a group size that is a power of two dividing in_features: other groups are split into such ones;
 - `silu(gate) * up` inside `deepseek_moe_woq` mixes padded with unpadded rows, and raises, unless intermediate_size is
@@ -28,7 +28,7 @@ import importlib.metadata
 import math
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -276,6 +276,10 @@ class IpexBackend(ThreeLinearsBackend):
             lowp=lowp,
             path=f"ipex/packed/{run.compute}" if packed else "ipex/reference/float32",
         )
+
+    def run_of_down(self, run: RunConfig) -> RunConfig:
+        # In bfloat16 as well, down's weights and activations would take the layer over the bound.
+        return replace(run, dtype=torch.float32)
 
     def pack_experts(self, spec: ExpertsSpec, experts: Iterable[ExpertWeights], run: RunConfig) -> IpexExperts:
         layer = super().pack_experts(spec, experts, run)
