@@ -14,17 +14,14 @@ from int4moe_ipex.packing.layout import NativeLayout
 
 
 @dataclass(frozen=True, eq=False)
-class NativeExperts:
-    """One layer's experts in one buffer. `handle` is the core's object; it holds shapes only, not the buffer."""
+class _InOneBuffer:
+    """What is packed in one buffer, and the row that runs it."""
 
-    spec: ExpertsSpec
+    spec: ExpertsSpec | LinearSpec
     blob: torch.Tensor
     layout: NativeLayout
     isa: str
     compute: str
-    bias_dtypes: tuple[torch.dtype | None, ...]
-    handle: object
-    address: int
 
     @property
     def path(self) -> str:
@@ -35,24 +32,23 @@ class NativeExperts:
 
 
 @dataclass(frozen=True, eq=False)
-class NativeLinear:
-    """One linear in one buffer."""
+class NativeExperts(_InOneBuffer):
+    """One layer's experts in one buffer. `handle` is the core's object; it holds shapes only, not the buffer."""
 
-    spec: LinearSpec
-    blob: torch.Tensor
-    layout: NativeLayout
-    isa: str
-    compute: str
-    bias_dtype: torch.dtype | None
+    spec: ExpertsSpec
+    bias_dtypes: tuple[torch.dtype | None, ...]
     handle: object
     address: int
 
-    @property
-    def path(self) -> str:
-        return f"native/{self.isa}/{self.compute}"
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        return {"packed": self.blob}
+@dataclass(frozen=True, eq=False)
+class NativeLinear(_InOneBuffer):
+    """One linear in one buffer."""
+
+    spec: LinearSpec
+    bias_dtype: torch.dtype | None
+    handle: object
+    address: int
 
 
 def open_experts(
