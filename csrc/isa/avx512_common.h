@@ -12,10 +12,11 @@ namespace {
 
 #define INT4MOE_INLINE inline __attribute__((always_inline))
 
-// Bytes that codes are fetched ahead of their use.
-constexpr ptrdiff_t kAhead = 4096;
+// Bytes that codes are fetched ahead of their use, into the second-level cache: a core has too few lines in flight to its
+// first level for the latency of memory times its share of the bandwidth.
+constexpr ptrdiff_t kAhead = 16384;
 
-INT4MOE_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+INT4MOE_INLINE void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 
 // Lanes 0 .. count-1.
 INT4MOE_INLINE __mmask16 first_lanes(size_t count) { return count >= 16 ? 0xffff : __mmask16((1u << count) - 1); }
