@@ -39,6 +39,8 @@ PyDecodeLinear dense_linear(uintptr_t weight, uintptr_t bias, int rows, int colu
   return p;
 }
 
+constexpr size_t kNumbers = 6;  // of a cache
+
 class PyDecoder {
  public:
   PyDecoder(int hidden, int heads, int kv_heads, int head_dim) : shape_{hidden, heads, kv_heads, head_dim} {}
@@ -72,20 +74,13 @@ class PyDecoder {
   // caches: for each layer and row the addresses of keys and values, then the strides by head and token of each.
   void step(uintptr_t hidden, uintptr_t cos, uintptr_t sin, int cos_rows, const std::vector<int64_t>& caches,
             const std::vector<int64_t>& lengths, int threads) {
-    constexpr size_t kNumbers = 6;
     const size_t rows = lengths.size();
     if (rows < 1 || rows > kDecodeRows || caches.size() != kNumbers * layers_.size() * rows) {
       throw std::invalid_argument("rows or caches do not fit the decoder");
     }
-    nb::gil_scoped_release release;
-    std::vector<DecodeCache> where(layers_.size() * rows);
-    for (size_t i = 0; i < where.size(); ++i) {
-      const int64_t* n = caches.data() + kNumbers * i;
-      where[i] = {address<uint16_t>(uintptr_t(n[0])), address<uint16_t>(uintptr_t(n[1])), {n[2], n[3]}, {n[4], n[5]}};
-    }
-    const DecodeArgs args{int(rows), address<uint16_t>(hidden), address<const uint16_t>(cos), address<const uint16_t>(sin),
-                          cos_rows, where.data(), lengths.data(), std::max(threads, 1), timed ? seconds_.data() : nullptr};
-    decode_step(shape_, layers_, args);
+    double seconds[kDecodeParts] = {};
+    run(rows, hidden, cos, sin, cos_rows, caches, lengths, threads, timed ? seconds : nullptr);
+    for (int i = 0; i < kDecodeParts; ++i) seconds_[size_t(i)] += seconds[i];
   }
 
   // Seconds of attention, router and experts since the last call, of the steps while `timed`.
@@ -94,6 +89,19 @@ class PyDecoder {
   bool timed = false;
 
  private:
+  void run(size_t rows, uintptr_t hidden, uintptr_t cos, uintptr_t sin, int cos_rows, const std::vector<int64_t>& caches,
+           const std::vector<int64_t>& lengths, int threads, double* seconds) const {
+    nb::gil_scoped_release release;
+    std::vector<DecodeCache> where(layers_.size() * rows);
+    for (size_t i = 0; i < where.size(); ++i) {
+      const int64_t* n = caches.data() + kNumbers * i;
+      where[i] = {address<uint16_t>(uintptr_t(n[0])), address<uint16_t>(uintptr_t(n[1])), {n[2], n[3]}, {n[4], n[5]}};
+    }
+    const DecodeArgs args{int(rows), address<uint16_t>(hidden), address<const uint16_t>(cos), address<const uint16_t>(sin),
+                          cos_rows, where.data(), lengths.data(), std::max(threads, 1), seconds};
+    decode_step(shape_, layers_, args);
+  }
+
   const Layout* keep(const Layout& layout) { return &layouts_.emplace_back(layout); }
 
   DecodeShape shape_;

@@ -12,9 +12,11 @@ FIRST = 256
 
 
 class GrowingLayer(DynamicLayer):
-    """keys and values [batch, heads, tokens, head_dim] are views of buffers with room for more tokens.
+    """keys and values [batch, heads, tokens, head_dim] are the start of buffers with room for more tokens.
 
-    Views are made when somebody looks: a decoding step in one call (decode.py) writes behind the last token and counts.
+    Only what lies behind the last token is ever written. Once somebody has set keys or values (cropped, reordered), the
+    next token makes new buffers, so that tensors taken from the cache before keep what they hold. Views are made when
+    somebody looks: a decoding step in one call (decode.py) writes behind the last token and counts.
     """
 
     def __init__(self, **kwargs: Any):
@@ -25,7 +27,15 @@ class GrowingLayer(DynamicLayer):
         self.room = 0
         # For each sequence in the buffers: addresses of keys and values, strides in elements by head and token of each.
         self.addresses: list[tuple[int, ...]] = []
+        # dtype, heads and head_dim of keys, and of values.
+        self.kind: tuple = ()
         super().__init__(**kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies of any sort: the tokens alone, in memory of their own."""
+        views = [None if view is None else view.clone() for view in (self.keys, self.values)]
+        fresh = {"_buffers": None, "_views": views, "length": None, "room": 0, "addresses": [], "kind": ()}
+        return self.__dict__ | fresh
 
     @property
     def keys(self) -> torch.Tensor | None:
@@ -52,7 +62,7 @@ class GrowingLayer(DynamicLayer):
     def _set(self, which: int, value: torch.Tensor | None) -> None:
         self._views = [self._view(0), self._view(1)]
         self._views[which] = value
-        self.length = None
+        self.length = self._buffers = None
 
     def get_seq_length(self) -> int:
         return super().get_seq_length() if self.length is None else self.length
@@ -64,6 +74,9 @@ class GrowingLayer(DynamicLayer):
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        for ours, new in ((self.keys, key_states), (self.values, value_states)):
+            if ours.dtype is not new.dtype or ours.shape[:-2] != new.shape[:-2] or ours.shape[-1] != new.shape[-1]:
+                return super().update(key_states, value_states, *args, **kwargs)  # joins them or says why it cannot
         length = self.get_seq_length()
         total = length + key_states.shape[-2]
         self.reserve(total)
@@ -74,36 +87,32 @@ class GrowingLayer(DynamicLayer):
         return self.keys, self.values
 
     def reserve(self, total: int) -> None:
-        """Makes keys and values the start of buffers with room for `total` tokens."""
-        if self.length is None and self._fits():
-            self.length = self._views[0].shape[-2]
-        if self.length is None or total > self.room:
-            keys, values = self.keys, self.values
-            self.length = keys.shape[-2]
-            self._buffers = _grown(keys, total), _grown(values, total)
-            self._views = [None, None]
-            self.room = self._buffers[0].shape[-2]
+        """Makes keys and values the start of buffers with room for `total` tokens.
+
+        Raises:
+            ValueError: keys and values were set to different numbers of tokens.
+        """
+        fits = self.length is not None and total <= self.room
+        # Tensors made in inference mode can be written in inference mode alone.
+        if fits and (torch.is_inference_mode_enabled() or not self._buffers[0].is_inference()):
+            return
+        keys, values = self.keys, self.values
+        if keys.shape[:-1] != values.shape[:-1]:
+            raise ValueError(f"a cache holds keys {tuple(keys.shape)} and values {tuple(values.shape)}")
+        self._buffers = _grown(keys, total), _grown(values, total)
+        self._views = [None, None]
+        self.length, self.room = keys.shape[-2], self._buffers[0].shape[-2]
         keys, values = self._buffers
-        first = (keys.data_ptr(), values.data_ptr())
-        if not self.addresses or self.addresses[0][:2] != first:  # new buffers, or a copy of this object
-            self.addresses = [
-                (keys[i].data_ptr(), values[i].data_ptr(), *keys.stride()[1:3], *values.stride()[1:3])
-                for i in range(keys.shape[0])
-            ]
+        self.addresses = [
+            (keys[i].data_ptr(), values[i].data_ptr(), *keys.stride()[1:3], *values.stride()[1:3])
+            for i in range(keys.shape[0])
+        ]
+        self.kind = (keys.dtype, *keys.shape[1::2], values.dtype, *values.shape[1::2])
 
     def extend(self, tokens: int = 1) -> None:
         """Takes in tokens that somebody has written behind the last one, into room that was reserved."""
         self.length += tokens
         self._views = [None, None]
-
-    def _fits(self) -> bool:
-        """Whether keys and values still are the start of the buffers (cropping keeps that, reordering does not)."""
-        if self._buffers is None:
-            return False
-        for view, buffer in zip(self._views, self._buffers):
-            if view is None or view.data_ptr() != buffer.data_ptr() or view.shape[:-2] != buffer.shape[:-2]:
-                return False
-        return self._views[0].shape[-2] == self._views[1].shape[-2]
 
 
 def _grown(view: torch.Tensor, total: int) -> torch.Tensor:
@@ -115,7 +124,7 @@ def _grown(view: torch.Tensor, total: int) -> torch.Tensor:
 
 def growing(layer: Any) -> GrowingLayer | None:
     """The same keys and values in a layer that grows in place; None for other kinds than transformers' plain one."""
-    if type(layer) is not DynamicLayer:
+    if type(layer) is not DynamicLayer or "update" in vars(layer):
         return None
     made = GrowingLayer()
     for name, value in vars(layer).items():

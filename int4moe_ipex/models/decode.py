@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers.cache_utils import DynamicCache
 
 from int4moe_ipex.backends import native
 from int4moe_ipex.backends.native.run import ALONE
@@ -70,16 +71,34 @@ def timed(model: nn.Module) -> Iterator[dict[str, float] | None]:
 class FusedDecoder:
     """A whole decoder: steps of one token per sequence in one call, everything else as before."""
 
-    def forward(self, input_ids=None, attention_mask=None, position_ids=None, cache=None, **kwargs):
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        position_ids=None,
+        cache=None,
+        inputs_embeds=None,
+        use_cache=None,
+        **kwargs,
+    ):
         past = kwargs.get("past_key_values", cache)
-        hidden = self._step(input_ids, attention_mask, position_ids, past, kwargs)
+        hidden = None
+        if inputs_embeds is None and past is not None and self._is_plain(kwargs):
+            hidden = self._step(input_ids, attention_mask, position_ids, past)
         if hidden is not None:
             from transformers.modeling_outputs import MoeModelOutputWithPast
 
             return MoeModelOutputWithPast(last_hidden_state=self.norm(hidden), **{cache_keyword(): past})
         if cache is not None:
             kwargs[cache_keyword()] = cache
-        return super().forward(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, **kwargs)
+        return super().forward(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
 
     def plan(self) -> Plan:
         """For the model as it is now."""
@@ -88,86 +107,121 @@ class FusedDecoder:
             plan = self.__dict__["_plan"] = make_plan(self)
         return plan
 
-    def _step(self, input_ids, attention_mask, position_ids, cache, kwargs: dict[str, Any]) -> torch.Tensor | None:
+    def _is_plain(self, kwargs: dict[str, Any]) -> bool:
+        """Whether no argument and no setting asks for more than the next hidden states."""
+        if self.training or torch.compiler.is_compiling() or kwargs.get("return_dict") is False:
+            return False
+        for name, value in kwargs.items():
+            if value is not None and value is not False and name not in _HARMLESS:
+                return False
+        settings = vars(self.config)
+        return settings.get("return_dict", True) is not False and not any(map(settings.get, OUTPUTS))
+
+    def _step(self, input_ids, attention_mask, position_ids, cache) -> torch.Tensor | None:
         """Hidden states before the last norm [rows, 1, hidden_size], or None: not here."""
-        if cache is None or input_ids is None or torch.compiler.is_compiling():
+        if type(input_ids) is not torch.Tensor or input_ids.dim() != 2:
             return None
-        shape = input_ids.shape
-        if len(shape) != 2 or shape[1] != 1 or not 0 < shape[0] <= native._native.decode_rows:
-            return None
-        if not self._is_plain(attention_mask, kwargs):
+        rows, columns = input_ids.shape
+        if columns != 1 or not 0 < rows <= native._native.decode_rows:
             return None
         plan = self.plan()
-        if plan.decoder is None or shape[0] > plan.rows or plan.is_hooked():
+        if plan.decoder is None or rows > plan.rows or plan.is_hooked() or not _is_ours(self.config):
             return None
-        caches = _caches_of(cache, shape[0], len(self.layers))
+        caches = _caches_of(cache, rows, plan)
         if caches is None:
             return None
         lengths = [layers[0].length for layers in caches for _ in layers[0].addresses]
-        positions = lengths if position_ids is None else position_ids.flatten().tolist()
-        if len(positions) not in (1, shape[0]) or min(positions) < 0:
+        positions = lengths if position_ids is None else _positions(position_ids, rows)
+        if positions is None or not _sees_all(attention_mask, rows, max(lengths) + 1):
             return None
-        hidden = self.embed_tokens(input_ids)
-        if hidden.dtype is not torch.bfloat16 or hidden.requires_grad or not hidden.is_contiguous():
+        embedded = self.embed_tokens(input_ids)
+        if not _is_row(embedded, rows, plan.hidden):
             return None
-        cos, sin = self.rotary_emb.tables(hidden, max(positions) + 1)
-        if cos.shape[-1] != plan.head_dim or cos.dtype is not torch.bfloat16:
+        tables = self.rotary_emb.tables(embedded, max(positions) + 1)
+        if tables is None or tables[0].shape[-1] != plan.head_dim:
             return None
-        rows = 1 if min(positions) == max(positions) else shape[0]
-        if rows > 1:
-            cos, sin, first = cos[positions], sin[positions], 0
-        else:
-            first = positions[0] * plan.head_dim * cos.element_size()
+        cos, sin, first, cos_rows = *tables, positions[0], 1
+        if min(positions) != max(positions):
+            cos, sin, first, cos_rows = cos[positions], sin[positions], 0, rows
+        hidden = embedded.clone()
+        offset = first * plan.head_dim * cos.element_size()
         plan.decoder.step(
             hidden.data_ptr(),
-            cos.data_ptr() + first,
-            sin.data_ptr() + first,
-            rows,
+            cos.data_ptr() + offset,
+            sin.data_ptr() + offset,
+            cos_rows,
             [number for layers in zip(*caches) for layer in layers for row in layer.addresses for number in row],
             lengths,
-            1 if shape[0] * plan.products <= ALONE else torch.get_num_threads(),
+            1 if rows * plan.products <= ALONE else torch.get_num_threads(),
         )
         for layers in caches:
             for layer in layers:
                 layer.extend()
         return hidden
 
-    def _is_plain(self, attention_mask, kwargs: dict[str, Any]) -> bool:
-        """Whether no argument and no setting asks for more than the next hidden states."""
-        if self.training:
-            return False
-        for name, value in kwargs.items():
-            if value is not None and value is not False and name not in _HARMLESS:
-                return False
-        config = self.config
-        if config._attn_implementation not in ("sdpa", attention.NAME, attention.ROWS):
-            return False
-        settings = vars(config)
-        if settings.get("return_dict", True) is False or any(map(settings.get, OUTPUTS)):
-            return False
-        if attention_mask is None:
-            return True
-        return type(attention_mask) is torch.Tensor and attention_mask.dim() == 2 and bool(attention_mask.all())
+
+_HARMLESS = (attention.HARMLESS - set(OUTPUTS)) | {"past_key_values"}
 
 
-_HARMLESS = attention.HARMLESS | {"past_key_values"}
+def _is_ours(config: Any) -> bool:
+    """Whether the model's attention is the core's kernel, for each sequence of a batch too."""
+    name = config._attn_implementation
+    if name == attention.ROWS:
+        from transformers import AttentionInterface
+
+        return getattr(AttentionInterface()[name], "inner", None) is attention.attention
+    return name == attention.NAME
 
 
-def _caches_of(cache: Any, rows: int, count: int) -> list[list[GrowingLayer]] | None:
+def _is_row(hidden: torch.Tensor, rows: int, hidden_size: int) -> bool:
+    return (
+        type(hidden) is torch.Tensor
+        and hidden.shape == (rows, 1, hidden_size)
+        and hidden.dtype is torch.bfloat16
+        and hidden.device.type == "cpu"
+        and not hidden.requires_grad
+    )
+
+
+def _positions(position_ids: Any, rows: int) -> list[int] | None:
+    """One for each row, or one for all; None where they are neither."""
+    if type(position_ids) is not torch.Tensor or position_ids.dtype not in (torch.int64, torch.int32):
+        return None
+    if position_ids.dim() != 2 or position_ids.shape[1] != 1 or position_ids.shape[0] not in (1, rows):
+        return None
+    positions = position_ids.flatten().tolist()
+    return positions if min(positions) >= 0 else None
+
+
+def _sees_all(attention_mask: Any, rows: int, tokens: int) -> bool:
+    """Whether a mask lets every token of the cache be seen, and the new one."""
+    if attention_mask is None:
+        return True
+    if type(attention_mask) is not torch.Tensor or attention_mask.dim() != 2:
+        return False
+    return attention_mask.shape[0] == rows and attention_mask.shape[1] >= tokens and bool(attention_mask.all())
+
+
+def _caches_of(cache: Any, rows: int, plan: Plan) -> list[list[GrowingLayer]] | None:
     """For one cache, or each of those in a batch of caches, its layers, with room for one more token."""
+    parts = getattr(cache, "caches", None) or [cache]
+    if len(parts) > 1 and len({id(part) for part in parts}) < len(parts):
+        return None
     found = []
-    for one in getattr(cache, "caches", None) or [cache]:
-        layers = _room_for_one(one, count)
+    for one in parts:
+        layers = _room_for_one(one, plan)
         if layers is None:
             return None
         found.append(layers)
     return found if sum(len(layers[0].addresses) for layers in found) == rows else None
 
 
-def _room_for_one(cache: Any, count: int) -> list[GrowingLayer] | None:
-    """The cache's layers; None where they are not plain or differ in size."""
-    layers = getattr(cache, "layers", None)
-    if layers is None or len(layers) != count or getattr(cache, "offloading", False):
+def _room_for_one(cache: Any, plan: Plan) -> list[GrowingLayer] | None:
+    """The cache's layers; None where they are not plain, not of this model's kind, or differ in size."""
+    if type(cache) is not DynamicCache or "update" in vars(cache) or getattr(cache, "offloading", False):
+        return None
+    layers = cache.layers
+    if len(layers) != plan.layers:
         return None
     for i, layer in enumerate(layers):
         if type(layer) is not GrowingLayer:
@@ -175,9 +229,11 @@ def _room_for_one(cache: Any, count: int) -> list[GrowingLayer] | None:
             if layer is None:
                 return None
             layers[i] = layer
-        if not layer.is_initialized:
+        if not layer.is_initialized or "update" in vars(layer):
             return None
         layer.reserve(layer.get_seq_length() + 1)
-        if layer.length != layers[0].length or len(layer.addresses) != len(layers[0].addresses):
+        if layer.kind != plan.cache_kind or layer.length != layers[0].length:
             return None
-    return layers if layers[0]._buffers[0].dtype is torch.bfloat16 else None
+        if len(layer.addresses) != len(layers[0].addresses):
+            return None
+    return layers

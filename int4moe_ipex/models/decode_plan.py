@@ -18,6 +18,7 @@ from int4moe_ipex.moe.linear import Int4Linear
 # Classes whose forward is known to be what the core computes, by name in their own module of transformers.
 LAYERS = {"Qwen3MoeDecoderLayer", "MixtralDecoderLayer"}
 BLOCKS = {"Qwen3MoeSparseMoeBlock", "MixtralSparseMoeBlock"}
+ASK_AGAIN = 64  # steps through the modules after which a model that was unfit is looked at again
 
 
 @dataclass
@@ -27,30 +28,64 @@ class Plan:
     Attributes:
         decoder: None where a layer is of a kind that the core does not know.
         rows: sequences that a step may have.
+        layers: of the model; cache_kind: `GrowingLayer.kind` of each of them.
         products: of one token through all layers.
-        children: (a parent's modules, name, the module) that must stay where they are.
-        tensors: (a module's parameters, name, address).
-        packs: (a module, its pack).
+        children: (a parent's modules, name, the module, its class) that must stay where they are.
         insides: the attributes of every child.
+        settings: (attributes, name, value) that must stay so.
+        forwards: (a class, its forward).
+        tensors: (a module's parameters, name, address, shape, strides); an address of None says that there is none.
+        packs: (a module, its pack).
+        stack: the layers by name.
+        asked: how often a plan without a decoder was asked for.
     """
 
     decoder: Any = None
     rows: int = 0
+    layers: int = 0
+    cache_kind: tuple = ()
+    hidden: int = 0
     head_dim: int = 0
     products: int = 0
     children: list[tuple[dict, str, nn.Module, type]] = field(default_factory=list)
-    tensors: list[tuple[dict, str, int]] = field(default_factory=list)
-    packs: list[tuple[nn.Module, Any]] = field(default_factory=list)
     insides: list[dict[str, Any]] = field(default_factory=list)
+    settings: list[tuple[dict, str, Any]] = field(default_factory=list)
+    forwards: list[tuple[type, Any]] = field(default_factory=list)
+    tensors: list[tuple[dict, str, int | None, tuple, tuple]] = field(default_factory=list)
+    packs: list[tuple[nn.Module, Any]] = field(default_factory=list)
+    stack: dict[str, Any] = field(default_factory=dict)
+    asked: int = 0
 
     def holds(self) -> bool:
+        """Whether the model still is what the plan was made for."""
+        if self.decoder is None:
+            # What made the model unfit may have gone: dtypes, gradients.
+            self.asked += 1
+            if self.asked % ASK_AGAIN == 0:
+                return False
+        if len(self.stack) != self.layers:
+            return False
         for siblings, name, module, cls in self.children:
             if siblings.get(name) is not module or module.__class__ is not cls:
                 return False
-        for parameters, name, address in self.tensors:
-            tensor = parameters.get(name)
-            if tensor is None or tensor.data_ptr() != address or tensor.requires_grad:
+        for attributes, name, value in self.settings:
+            if attributes.get(name) != value:
                 return False
+        for parameters, name, address, shape, strides in self.tensors:
+            tensor = parameters.get(name)
+            if tensor is None or address is None:
+                if tensor is not address:
+                    return False
+            elif (
+                tensor.data_ptr() != address
+                or tensor.requires_grad
+                or tensor.dtype is not torch.bfloat16
+                or tensor.shape != shape
+                or tensor.stride() != strides
+            ):
+                return False
+        if any(cls.forward is not forward for cls, forward in self.forwards):
+            return False
         return all(_packed_of(module) is packed for module, packed in self.packs)
 
     def is_hooked(self) -> bool:
@@ -75,16 +110,31 @@ class _Unknown(Exception):
     """A layer is of a kind that the core does not know."""
 
 
+# The forward that each class had when it was first seen.
+_first_forward: dict[type, Any] = {}
+
+
+def _is_its_own(cls: type) -> bool:
+    """Whether nobody has put another forward into the class that defines it."""
+    owner = next(c for c in cls.__mro__ if "forward" in vars(c))
+    return owner is nn.Module or vars(owner)["forward"].__qualname__.startswith(f"{owner.__qualname__}.")
+
+
 def make_plan(model: nn.Module) -> Plan:
     """What `FusedDecoder` needs of this model as it is now."""
     plan = Plan()
+    plan.stack = model.layers._modules
     for name, module in model.named_modules():
         if not name or name in ("embed_tokens", "norm"):  # they are called as ever
             continue
         parent, _, child = name.rpartition(".")
         plan.children.append((model.get_submodule(parent)._modules, child, module, module.__class__))
         plan.insides.append(vars(module))
+    classes = {cls for _, _, _, cls in plan.children if "forward" in dir(cls)}
+    plan.forwards = [(cls, cls.forward) for cls in classes]
     try:
+        for cls in classes:
+            _need(cls.forward is _first_forward.setdefault(cls, cls.forward) and _is_its_own(cls))
         _fill(plan, model)
     except _Unknown:
         plan.decoder = None
@@ -93,35 +143,64 @@ def make_plan(model: nn.Module) -> Plan:
 
 def _fill(plan: Plan, model: nn.Module) -> None:
     config = model.config
-    first = model.layers[0].self_attn if len(model.layers) else None
+    plan.layers, plan.hidden = len(model.layers), config.hidden_size
+    first = model.layers[0].self_attn if plan.layers else None
     _need(isinstance(first, FusedAttention) and isinstance(model.rotary_emb, FusedRotaryEmbedding))
     plan.rows, plan.head_dim = native._native.decode_rows, first.head_dim
-    hidden = config.hidden_size
-    _need(hidden % 32 == 0 and plan.head_dim % 16 == 0 and len(model.layers) == config.num_hidden_layers)
-    plan.decoder = native._native.Decoder(hidden, config.num_attention_heads, config.num_key_value_heads, plan.head_dim)
-    for layer in model.layers:
+    _need(plan.hidden % 32 == 0 and plan.head_dim % 16 == 0)
+    _keep(plan, vars(config), "num_hidden_layers", plan.layers)
+    _keep(plan, vars(config), "sliding_window", None)
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    plan.cache_kind = (torch.bfloat16, kv_heads, plan.head_dim) * 2
+    decoder = native._native.Decoder(plan.hidden, heads, kv_heads, plan.head_dim)
+    for index, layer in enumerate(model.layers):
         _need(type(layer).__name__ in LAYERS and type(layer.mlp).__name__ in BLOCKS)
-        _add_layer(plan, layer, hidden)
+        _keep(plan, vars(layer.self_attn), "layer_idx", index)
+        _add_layer(plan, decoder, layer, (heads * plan.head_dim, kv_heads * plan.head_dim))
+    plan.decoder = decoder
 
 
-def _add_layer(plan: Plan, layer: nn.Module, hidden: int) -> None:
+def _keep(plan: Plan, attributes: dict[str, Any], name: str, value: Any) -> None:
+    """The plan relies on this attribute, which must have this value."""
+    _need(attributes.get(name) == value)
+    plan.settings.append((attributes, name, value))
+
+
+def _add_layer(plan: Plan, decoder: Any, layer: nn.Module, widths: tuple[int, int]) -> None:
     attn, router, experts = layer.self_attn, layer.mlp.gate, layer.mlp.experts
+    hidden, (wide, narrow) = plan.hidden, widths
     norms = layer.input_layernorm, layer.post_attention_layernorm
     head_norms = getattr(attn, "q_norm", None), getattr(attn, "k_norm", None)
     _need(isinstance(attn, FusedAttention) and isinstance(router, FusedTopKRouter) and type(experts) is Int4Experts)
-    _need(getattr(attn, "sliding_window", None) is None and attn.head_dim == plan.head_dim)
-    _need(norms[0].variance_epsilon == norms[1].variance_epsilon and (head_norms[0] is None) == (head_norms[1] is None))
+    _need(all(isinstance(m, FusedRMSNorm) for m in norms) and (head_norms[0] is None) == (head_norms[1] is None))
+    eps = norms[0].variance_epsilon
     head_eps = 0.0 if head_norms[0] is None else head_norms[0].variance_epsilon
-    _need(head_norms[1] is None or head_norms[1].variance_epsilon == head_eps)
+    normalise = getattr(router, "norm_topk_prob", None)  # Mixtral always does, and keeps float32 scores
+    for module, name, value in (
+        (attn, "head_dim", plan.head_dim),
+        (attn, "scaling", attn.scaling),
+        (attn, "training", False),  # dropout
+        (layer.mlp, "training", False),  # jitter
+        (attn, "sliding_window", None),
+        (router, "top_k", router.top_k),
+        (router, "norm_topk_prob", normalise),
+        *((m, "variance_epsilon", eps) for m in norms),
+        *((m, "variance_epsilon", head_eps) for m in head_norms if m is not None),
+    ):
+        _keep(plan, vars(module), name, value)
     packed = _few_of(plan, experts, _packed_of(experts), NativeExperts)
     spec = packed.spec
     _need(router.num_experts == spec.num_experts <= MAX_EXPERTS and spec.hidden_size == hidden)
     plan.products += router.top_k * 3 * hidden * spec.intermediate_size
-    normalise = getattr(router, "norm_topk_prob", None)  # Mixtral always does, and keeps float32 scores
-    plan.decoder.add_layer(
+    decoder.add_layer(
         (_norm(plan, norms[0], hidden), _norm(plan, norms[1], hidden)),
-        norms[0].variance_epsilon,
-        [_linear(plan, m) for m in (attn.q_proj, attn.k_proj, attn.v_proj, attn.o_proj)],
+        eps,
+        [
+            _linear(plan, attn.q_proj, hidden, wide),
+            _linear(plan, attn.k_proj, hidden, narrow),
+            _linear(plan, attn.v_proj, hidden, narrow),
+            _linear(plan, attn.o_proj, wide, hidden),
+        ],
         tuple(0 if m is None else _norm(plan, m, plan.head_dim) for m in head_norms),
         head_eps,
         attn.scaling,
@@ -162,11 +241,12 @@ def _tensor(plan: Plan, module: nn.Module, name: str, shape: tuple[int, ...]) ->
     _need(
         tensor is not None
         and tensor.dtype is torch.bfloat16
-        and tuple(tensor.shape) == shape
+        and tensor.shape == shape
         and tensor.is_contiguous()
         and tensor.device.type == "cpu"
+        and not tensor.requires_grad
     )
-    plan.tensors.append((module._parameters, name, tensor.data_ptr()))
+    plan.tensors.append((module._parameters, name, tensor.data_ptr(), tensor.shape, tensor.stride()))
     return tensor.data_ptr()
 
 
@@ -175,14 +255,15 @@ def _norm(plan: Plan, module: nn.Module, size: int) -> int:
     return _tensor(plan, module, "weight", (size,))
 
 
-def _linear(plan: Plan, module: nn.Module) -> Any:
+def _linear(plan: Plan, module: nn.Module, columns: int, rows: int) -> Any:
+    _need(isinstance(module, nn.Linear | Int4Linear) and (module.in_features, module.out_features) == (columns, rows))
+    plan.products += columns * rows
     if type(module) is Int4Linear:
         packed = _few_of(plan, module, module.packed, NativeLinear)
-        plan.products += module.in_features * module.out_features
         return native._native.DecodeLinear.int4(packed.handle, packed.address)
-    _need(isinstance(module, nn.Linear) and module.in_features % 32 == 0)
-    plan.products += module.in_features * module.out_features
-    rows, columns = module.weight.shape
+    _need(columns % 32 == 0)
     weight = _tensor(plan, module, "weight", (rows, columns))
-    bias = 0 if module.bias is None else _tensor(plan, module, "bias", (rows,))
-    return native._native.DecodeLinear.dense(weight, bias, rows, columns)
+    if module.bias is not None:
+        return native._native.DecodeLinear.dense(weight, _tensor(plan, module, "bias", (rows,)), rows, columns)
+    plan.tensors.append((module._parameters, "bias", None, (), ()))
+    return native._native.DecodeLinear.dense(weight, 0, rows, columns)

@@ -72,21 +72,27 @@ class FusedRotaryEmbedding:
     """Rows of a table that transformers' own forward has computed once, instead of the functions at every step."""
 
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor):
-        if torch.compiler.is_compiling() or not position_ids.numel():
+        if torch.compiler.is_compiling() or not position_ids.numel() or int(position_ids.min()) < 0:
             return super().forward(x, position_ids)
-        if int(position_ids.min()) < 0:
+        tables = self.tables(x, int(position_ids.max()) + 1)
+        if tables is None:
             return super().forward(x, position_ids)
-        cos, sin = self.tables(x, int(position_ids.max()) + 1)
-        return cos[position_ids], sin[position_ids]
+        return tables[0][position_ids], tables[1][position_ids]
 
-    def tables(self, x: torch.Tensor, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin in x's dtype [at least `positions`, head_dim]."""
-        tables = self.__dict__.get("_tables")
-        if tables is None or tables[0].shape[0] < positions or tables[0].dtype is not x.dtype:
-            room = max(FIRST_POSITIONS, 2 * positions)
+    def tables(self, x: torch.Tensor, positions: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """cos and sin in x's dtype [at least `positions`, head_dim]; None beyond what the model was made for."""
+        most = self.config.max_position_embeddings
+        if positions > most:
+            return None
+        frequencies = self.inv_freq
+        changes = None if frequencies.is_inference() else frequencies._version
+        key = (x.dtype, frequencies.data_ptr(), changes, self.attention_scaling)
+        kept = self.__dict__.get("_tables")
+        if kept is None or kept[0] != key or kept[1].shape[0] < positions:
+            room = min(most, max(FIRST_POSITIONS, 2 * positions))
             cos, sin = super().forward(x, torch.arange(room)[None])
-            tables = self.__dict__["_tables"] = (cos[0].contiguous(), sin[0].contiguous())
-        return tables
+            kept = self.__dict__["_tables"] = (key, cos[0].contiguous(), sin[0].contiguous())
+        return kept[1:]
 
 
 class FusedAttention:
@@ -98,6 +104,9 @@ class FusedAttention:
             self.config._attn_implementation in ("sdpa", attention.NAME, attention.ROWS)
             and not self.training
             and cos.shape[-1] == self.head_dim
+            and cos.dim() == 3
+            and cos.shape[1] == hidden_states.shape[1]
+            and cos.shape[0] in (1, hidden_states.shape[0])
             and _plain(hidden_states, cos, sin)
         ):
             return super().forward(

@@ -63,6 +63,7 @@ def _by_rows(inner: Any) -> Any:
         outputs = [inner(module, query[i : i + 1], k, v, None, **kwargs)[0] for i, (k, v) in enumerate(batch.rows)]
         return torch.cat(outputs), None
 
+    attend.inner = inner
     return attend
 
 

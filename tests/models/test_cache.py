@@ -1,5 +1,6 @@
 """The growing cache gives what transformers' own gives, through growth, cropping, reordering and reset."""
 
+import pytest
 import torch
 from transformers import DynamicCache, Qwen3MoeConfig
 
@@ -55,6 +56,20 @@ def test_crop_reorder_and_reset():
     for c in both:
         c.reset()
     feed(both, 4)
+
+
+def test_tokens_that_do_not_fit_are_treated_as_by_transformers():
+    for heads, head_dim in ((1, 8), (2, 4)):
+        both = pair()
+        feed(both, 3)
+        for cache in both:
+            with pytest.raises(RuntimeError, match="Sizes of tensors must match"):
+                cache.update(torch.zeros(2, heads, 1, head_dim), torch.zeros(2, heads, 1, head_dim), 0)
+    both = pair()
+    feed(both, 3)
+    wide = torch.randn(2, 2, 1, 8, dtype=torch.float64)
+    ours, stock = (c.update(wide, wide, 0) for c in both)
+    assert ours[0].dtype is torch.float64 and all(torch.equal(a, b) for a, b in zip(ours, stock))
 
 
 def test_two_sequences_never_share_a_buffer():
