@@ -171,3 +171,11 @@ def _read(file: Path) -> str:
         return file.read_text(errors="replace").strip()
     except OSError:
         return ""
+
+
+def peak_rss_bytes() -> int:
+    """VmHWM of this process; /proc's figure, which starts anew at exec, unlike getrusage's."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    return 0

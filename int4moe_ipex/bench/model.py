@@ -9,13 +9,13 @@ import warnings
 from collections import defaultdict
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from int4moe_ipex.bench.timing import cpu_seconds
+from int4moe_ipex.machine import peak_rss_bytes
 from int4moe_ipex.models import decode
 from int4moe_ipex.moe.experts import Int4Experts
 
@@ -52,14 +52,6 @@ class ModelResult:
     def outside_experts(self) -> float:
         """Share of a decode step that does not go into the routed experts."""
         return 1 - self.decode_parts.get("experts", 0.0) / sum(self.decode_parts.values())
-
-
-def peak_rss_bytes() -> int:
-    """VmHWM of this process; /proc's figure, which starts anew at exec, unlike getrusage's."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    return 0
 
 
 def _part_of(name: str, module: nn.Module) -> str | None:

@@ -136,10 +136,3 @@ def paths_summary(report: Any) -> list[dict[str, Any]]:
         reasons = [f"{row}: {reason}" for (row, reason), where in report.rejected.items() if here & set(where)]
         summary.append({"path": path, "modules": len(here), "example": modules[-1], "rejected": reasons})
     return summary
-
-
-def peak_rss_bytes() -> int:
-    """The process's peak resident memory."""
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

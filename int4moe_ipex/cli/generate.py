@@ -16,7 +16,6 @@ from int4moe_ipex.cli.common import (
     PathArgument,
     load_with_progress,
     paths_summary,
-    peak_rss_bytes,
     print_json,
 )
 
@@ -41,6 +40,7 @@ def command(app: typer.Typer) -> None:
         Example: int4moe generate ./Qwen3-30B-A3B-GPTQ --prompt "The statement is used to" --max-new-tokens 32
         """
         model, tokenizer = load_with_progress(path, config, as_json, backend=backend, dtype=dtype, compute=compute)
+        from int4moe_ipex.machine import peak_rss_bytes
         from int4moe_ipex.models import run
 
         result = run.generate(model, tokenizer, prompt, max_new_tokens, do_sample=sample)
@@ -55,6 +55,8 @@ def _print(prompt: str, result, paths: list[dict]) -> None:
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
+
+    from int4moe_ipex.machine import peak_rss_bytes
 
     console = Console()
     console.print(Text(prompt, style="dim") + Text(result.text))

@@ -11,7 +11,15 @@ from torch import nn
 from int4moe_ipex.backends import native
 from int4moe_ipex.backends.by_tokens import PackedByTokens
 from int4moe_ipex.backends.native import NativeExperts, NativeLinear
-from int4moe_ipex.models.fused import MAX_EXPERTS, FusedAttention, FusedRMSNorm, FusedRotaryEmbedding, FusedTopKRouter
+from int4moe_ipex.models.fused import (
+    MAX_EXPERTS,
+    FusedAttention,
+    FusedLinear,
+    FusedRMSNorm,
+    FusedRotaryEmbedding,
+    FusedTopKRouter,
+    _fused_class,
+)
 from int4moe_ipex.moe.experts import Int4Experts
 from int4moe_ipex.moe.linear import Int4Linear
 
@@ -141,6 +149,12 @@ def make_plan(model: nn.Module) -> Plan:
     return plan
 
 
+def _is_theirs(module: nn.Module, names: set[str]) -> bool:
+    """Whether its class is transformers' own of one of these names, and not somebody's copy or subclass."""
+    cls = type(module)
+    return cls.__name__ in names and cls.__module__.startswith("transformers.models.")
+
+
 def _fill(plan: Plan, model: nn.Module) -> None:
     config = model.config
     plan.layers, plan.hidden = len(model.layers), config.hidden_size
@@ -154,7 +168,7 @@ def _fill(plan: Plan, model: nn.Module) -> None:
     plan.cache_kind = (torch.bfloat16, kv_heads, plan.head_dim) * 2
     decoder = native._native.Decoder(plan.hidden, heads, kv_heads, plan.head_dim)
     for index, layer in enumerate(model.layers):
-        _need(type(layer).__name__ in LAYERS and type(layer.mlp).__name__ in BLOCKS)
+        _need(_is_theirs(layer, LAYERS) and _is_theirs(layer.mlp, BLOCKS))
         _keep(plan, vars(layer.self_attn), "layer_idx", index)
         _add_layer(plan, decoder, layer, (heads * plan.head_dim, kv_heads * plan.head_dim))
     plan.decoder = decoder
@@ -256,7 +270,9 @@ def _norm(plan: Plan, module: nn.Module, size: int) -> int:
 
 
 def _linear(plan: Plan, module: nn.Module, columns: int, rows: int) -> Any:
-    _need(isinstance(module, nn.Linear | Int4Linear) and (module.in_features, module.out_features) == (columns, rows))
+    # A subclass may compute something else.
+    _need(type(module) in (Int4Linear, nn.Linear, _fused_class(FusedLinear, nn.Linear)))
+    _need((module.in_features, module.out_features) == (columns, rows))
     plan.products += columns * rows
     if type(module) is Int4Linear:
         packed = _few_of(plan, module, module.packed, NativeLinear)

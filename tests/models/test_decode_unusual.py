@@ -262,6 +262,24 @@ def test_a_class_that_was_patched_is_obeyed(monkeypatch):
     assert torch.equal(ours, theirs) and not torch.equal(ours, before)
 
 
+def test_subclasses_compute_what_they_say(steps):
+    class Doubled(torch.nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    model = int4moe_ipex.load(EXAMPLE)
+    attn = model.model.layers[0].self_attn
+    old = attn.o_proj
+    attn.o_proj = Doubled(old.in_features, old.out_features, bias=False, dtype=torch.bfloat16).requires_grad_(False)
+    ours, theirs = both_ways(model, lambda: one_more(model).logits)
+    assert torch.equal(ours, theirs) and not steps
+    attn.o_proj = old
+    cls = type(model.model.layers[0])
+    model.model.layers[0].__class__ = type(cls.__name__, (cls,), {"forward": lambda self, x, **kwargs: 2 * x})
+    ours, theirs = both_ways(model, lambda: one_more(model).logits)
+    assert torch.equal(ours, theirs) and not steps
+
+
 def test_weights_that_are_trained_go_through_the_modules(steps):
     model = int4moe_ipex.load(EXAMPLE)
     model.model.layers[1].input_layernorm.weight.requires_grad_(True)

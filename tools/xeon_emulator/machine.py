@@ -29,14 +29,18 @@ def cache_dir() -> Path:
 
 
 def apt_mirror() -> str:
-    """The first mirror in apt's own sources, so that a site's proxy or mirror is respected."""
+    """The first mirror in apt's own sources, so that a site's proxy or mirror is respected.
+
+    Raises:
+        EmulatorError: apt has no sources.
+    """
     for path in sorted(Path("/etc/apt/sources.list.d").glob("*.sources")):
         if match := re.search(r"^URIs:\s*(\S+)", path.read_text(), re.MULTILINE):
             return match.group(1)
     listing = Path("/etc/apt/sources.list")
     if listing.exists() and (match := re.search(r"^deb\s+(?:\[.*?\]\s+)?(\S+)", listing.read_text(), re.MULTILINE)):
         return match.group(1)
-    return "http://deb.debian.org/debian"
+    raise EmulatorError("apt names no Debian mirror in /etc/apt/sources.list or sources.list.d: add one")
 
 
 class Machine:
