@@ -1,6 +1,6 @@
 // One parallel region on the OpenMP pool that torch uses, found in the process at run time (GOMP_parallel is exported
 // by libgomp, and by LLVM's and Intel's runtimes too). Without one, and in a forked child (where libgomp's pool hangs),
-// threads of our own.
+// threads of our own (core/pool.h).
 #pragma once
 
 #include <type_traits>

@@ -18,6 +18,9 @@ void test_elementwise(const int4moe::Kernels& k);
 void test_layer(const int4moe::Kernels& k);
 void test_decode(const int4moe::Kernels& k);
 
+// Regions of the core's own threads.
+void test_threads();
+
 // That an AMX row leaves no tile configuration behind.
 void test_tiles_released(const int4moe::Kernels& k);
 
