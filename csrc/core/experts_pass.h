@@ -12,11 +12,15 @@
 
 namespace int4moe {
 
-// Tokens of one expert that a work item handles at once, and blocks of 16 rows: small enough for what an item writes to
-// stay in L1/L2 and for items to balance, large enough to reuse what it reads.
+// Tokens of one expert that a work item handles at once, and blocks of 16 rows for so many tokens: small enough for what
+// an item writes to stay in L1/L2, large enough to reuse what it reads. With fewer tokens an item may have more blocks.
 constexpr int kExpertsItemTokens = 96;
 constexpr int kExpertsItemBlocks = 4;
 constexpr int kExpertsDownBlocks = 8;
+// Of a pass: with more, items of down do not get smaller towards the end, as each reads the rows of all tokens again.
+constexpr int kExpertsFewTokens = 64;
+// A thread takes so much of what is left at a time: 1 / (kExpertsShares * threads).
+constexpr int kExpertsShares = 2;
 inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 // Fetches the scales of blocks that the next call reads: streams too short for the hardware to fetch ahead.
@@ -26,7 +30,7 @@ inline void fetch_scales(const Matrix& m, int block, int blocks) {
 }
 
 struct ExpertsItem {
-  int expert;       // number of the expert
+  int expert;       // number of the expert; -1 in an item of down, which has all of them
   int chunk;        // which (expert, token chunk), for counting it down
   int first, count;  // assignments
   int block, blocks;
@@ -64,17 +68,20 @@ class ExpertsPass {
     x_down_ = c.take<uint8_t>(down_row_ * work_.count());
     left_ = c.take<std::atomic<int>>(size_t(chunks_));
     const size_t staged = size_t(std::max(up_.columns, width_));
-    const size_t gate_up = 2 * size_t(item_tokens_) * kExpertsItemBlocks * kBlockRows;
+    const size_t gate_up = 2 * size_t(kExpertsItemTokens) * kExpertsItemBlocks * kBlockRows;
     const size_t down = size_t(kExpertsItemTokens + tokens_) * kExpertsDownBlocks * kBlockRows;
     private_floats_ = (staged + std::max(gate_up, down) + 15) / 16 * 16;
     private_ = c.take<float>(private_floats_ * size_t(a_.threads));
     return c.used();
   }
 
-  int useful_threads() const { return std::min<int>(a_.threads, std::max<int>(int(items_.size()), down_items_)); }
+  int useful_threads() const {
+    return std::min<int>(a_.threads, std::max<int>(gate_up_items_, int(items_.size()) - gate_up_items_));
+  }
 
   void reset() {
-    for (int i = 0; i < chunks_; ++i) new (&left_[i]) std::atomic<int>(blocks_per_expert_);
+    for (int i = 0; i < chunks_; ++i) new (&left_[i]) std::atomic<int>(0);
+    for (int i = 0; i < gate_up_items_; ++i) left_[items_[size_t(i)].chunk].fetch_add(1, std::memory_order_relaxed);
   }
 
   void run(const Team& team) {
@@ -88,33 +95,47 @@ class ExpertsPass {
 
  private:
   // Items of gate/up: (expert, token chunk, block chunk), the token chunks of one block chunk next to each other so
-  // that they find its codes in a cache.
+  // that they find its codes in a cache; then those of down. Items begin large, which reads memory in long runs and asks
+  // for work seldom, and get smaller, so that threads end together.
   void plan_items() {
     items_.clear();
-    const int threads = a_.threads;
-    int blocks = std::min(kExpertsItemBlocks, up_.blocks);
-    int total = 0;
-    for (const int e : work_.active) total += ceil_div(work_.first[size_t(e) + 1] - work_.first[size_t(e)], kExpertsItemTokens);
-    while (blocks > 1 && total * ceil_div(up_.blocks, blocks) < 8 * threads) --blocks;
-    blocks_per_expert_ = ceil_div(up_.blocks, blocks);
     chunks_ = 0;
+    int64_t left = 0;  // work, in blocks by tokens; reading a block counts as two tokens
+    for (const int e : work_.active) left += int64_t(up_.blocks) * (count_of(e) + 2);
+    int most_tokens = 1;
     for (const int e : work_.active) {
-      const int first = work_.first[size_t(e)], count = work_.first[size_t(e) + 1] - first;
+      const int first = work_.first[size_t(e)], count = count_of(e);
       const int parts = ceil_div(count, kExpertsItemTokens);
       const int size = ceil_div(ceil_div(count, parts), k_.tile) * k_.tile;
-      const int used = ceil_div(count, size);
-      item_tokens_ = std::max(item_tokens_, size);
-      for (int b = 0; b < up_.blocks; b += blocks) {
+      const int used = ceil_div(count, size), tokens = std::min(size, count);
+      most_tokens = std::max(most_tokens, tokens);
+      for (int b = 0, blocks; b < up_.blocks; b += blocks) {
+        blocks = share(left / (tokens + 2), up_.blocks - b, kExpertsItemTokens * kExpertsItemBlocks / tokens);
         for (int p = 0; p < used; ++p) {
-          items_.push_back({e, chunks_ + p, first + p * size, std::min(size, count - p * size), b,
-                            std::min(blocks, up_.blocks - b)});
+          items_.push_back({e, chunks_ + p, first + p * size, std::min(size, count - p * size), b, blocks});
         }
+        left -= int64_t(blocks) * (count + 2);
       }
       chunks_ += used;
     }
-    down_blocks_ = std::min(tokens_ > 64 ? kExpertsDownBlocks : kExpertsItemBlocks, down_.blocks);
-    while (down_blocks_ > 1 && ceil_div(down_.blocks, down_blocks_) < 8 * threads) --down_blocks_;
-    down_items_ = ceil_div(down_.blocks, down_blocks_);
+    gate_up_items_ = int(items_.size());
+    int fixed = std::min(kExpertsDownBlocks, down_.blocks);
+    while (fixed > 1 && ceil_div(down_.blocks, fixed) < 8 * a_.threads) --fixed;
+    const int room = kExpertsDownBlocks * (kExpertsItemTokens + tokens_) / (most_tokens + tokens_);
+    for (int b = 0, blocks; b < down_.blocks; b += blocks) {
+      const int rest = down_.blocks - b;
+      blocks = tokens_ > kExpertsFewTokens ? std::min(fixed, rest) : share(rest, rest, room);
+      items_.push_back({-1, 0, 0, 0, b, blocks});
+    }
+  }
+
+  int count_of(int expert) const { return work_.first[size_t(expert) + 1] - work_.first[size_t(expert)]; }
+
+  // Blocks of the next item, where `left` of that kind would be all the work that is left, and `rest` may be joined.
+  int share(int64_t left, int rest, int most) const {
+    const int64_t fair = left / (kExpertsShares * a_.threads);
+    const int blocks = int(std::max<int64_t>(1, std::min<int64_t>({fair, most, rest})));
+    return ceil_div(rest, ceil_div(rest, blocks));  // no small one at the end of an expert
   }
 
   const uint8_t* token_row(int token) const {
@@ -150,7 +171,7 @@ class ExpertsPass {
   }
 
   void gate_up(float* mine) {
-    const int total = int(items_.size());
+    const int total = gate_up_items_;
     for (int at = next_item_.fetch_add(1, std::memory_order_relaxed); at < total;) {
       const int after = next_item_.fetch_add(1, std::memory_order_relaxed);
       gate_up_item(items_[size_t(at)], after < total ? &items_[size_t(after)] : nullptr, mine);
@@ -200,16 +221,18 @@ class ExpertsPass {
   // An item of down owns some columns of y for all tokens and goes through the experts in order, so that sums have a
   // fixed order and need no locks and no second pass.
   void down(float* mine) {
-    for (int at = next_down_.fetch_add(1, std::memory_order_relaxed); at < down_items_;) {
+    const int total = int(items_.size()) - gate_up_items_;
+    const ExpertsItem* items = items_.data() + gate_up_items_;
+    for (int at = next_down_.fetch_add(1, std::memory_order_relaxed); at < total;) {
       const int after = next_down_.fetch_add(1, std::memory_order_relaxed);
-      down_item(at, after, mine);
+      down_item(items[at], after < total ? &items[after] : nullptr, mine);
       at = after;
     }
   }
 
-  void down_item(int at, int after, float* mine) {
+  void down_item(const ExpertsItem& item, const ExpertsItem* after, float* mine) {
     const Layout& l = *a_.layout;
-    const int block = at * down_blocks_, blocks = std::min(down_blocks_, down_.blocks - block);
+    const int block = item.block, blocks = item.blocks;
     const int columns = blocks * kBlockRows, valid = std::min(columns, down_.rows - block * kBlockRows);
     float* sums = mine;
     float* out = mine + size_t(tokens_) * columns;
@@ -225,8 +248,8 @@ class ExpertsPass {
         const Matrix then = l.matrix(a_.blob, work_.active[n + 1], kDown);
         fetch_scales(then, block, blocks);
         next = then.block_codes(block);
-      } else if (after < down_items_) {
-        next = l.matrix(a_.blob, work_.active[0], kDown).block_codes(after * down_blocks_);
+      } else if (after) {
+        next = l.matrix(a_.blob, work_.active[0], kDown).block_codes(after->block);
       }
       for (int i = 0; i < count; i += kExpertsItemTokens) {
         const int part = std::min(kExpertsItemTokens, count - i);
@@ -255,7 +278,7 @@ class ExpertsPass {
   Matrix gate_, up_, down_;  // of expert 0, for shapes
   bool gated_ = false, permuted_ = false, two_inputs_ = false;
   int width_ = 0, inner_ = 0;
-  int item_tokens_ = 0, chunks_ = 0, blocks_per_expert_ = 0, down_blocks_ = 0, down_items_ = 0;
+  int chunks_ = 0, gate_up_items_ = 0;
   size_t up_row_ = 0, gate_row_ = 0, down_row_ = 0, private_floats_ = 0;
   uint8_t *x_up_ = nullptr, *x_gate_ = nullptr, *x_down_ = nullptr;
   float *h_ = nullptr, *private_ = nullptr;
