@@ -24,8 +24,7 @@ namespace int4moe {
 
 namespace {
 
-constexpr int kItemBlocks = 4;   // blocks of 16 rows that a thread takes at once
-constexpr int kItemColumns = kItemBlocks * kBlockRows;
+constexpr int kMostBlocks = 64;  // of 16 rows, that a thread takes at once
 constexpr int kProjectionsTogether = 3;
 
 using Clock = std::chrono::steady_clock;
@@ -70,7 +69,7 @@ class Step {
       m.hidden = c.take<uint16_t>(rows * size_t(s_.hidden));
       m.normed = c.take<uint16_t>(rows * size_t(s_.hidden));
       m.stage = c.take<float>(std::max(size_t(columns_), rows * size_t(s_.hidden)) + 16);
-      m.out = c.take<float>(rows * kItemColumns);
+      m.out = c.take<float>(rows * kMostBlocks * kBlockRows);
       for (uint8_t*& p : m.prepared) p = c.take<uint8_t>(prepared_bytes_);
       mine_.resize(size_t(a_.threads));
       mine_[size_t(t)] = m;
@@ -199,31 +198,34 @@ class Step {
         prepare(m, *g.linear[i], x, m.prepared[i]);
         prepared[i] = m.prepared[i];
       }
-      ends[i] = end += ceil_div(g.linear[i]->rows, kItemColumns);
+      ends[i] = end += ceil_div(g.linear[i]->rows, kBlockRows);
     }
-    const auto codes = [&](int item) -> const uint8_t* {
+    const auto part = [&](const Share& share) {
       int i = 0;
-      while (i < g.count && item >= ends[i]) ++i;
-      if (i == g.count || !g.linear[i]->layout) return nullptr;
-      return matrix(*g.linear[i]).block_codes((item - (i ? ends[i - 1] : 0)) * kItemBlocks);
+      while (share.first >= ends[i]) ++i;
+      return i;
     };
-    for (int at = next.fetch_add(1, std::memory_order_relaxed); at < ends[g.count - 1];) {
-      const int after = next.fetch_add(1, std::memory_order_relaxed);
-      int i = 0;
-      while (at >= ends[i]) ++i;
-      item(m, *g.linear[i], at - (i ? ends[i - 1] : 0), prepared[i], g.out[i], codes(after));
-      at = after;
+    const auto codes = [&](const Share& share) -> const uint8_t* {
+      if (!share.count) return nullptr;
+      const int i = part(share);
+      return g.linear[i]->layout ? matrix(*g.linear[i]).block_codes(share.first - (i ? ends[i - 1] : 0)) : nullptr;
+    };
+    const auto take = [&] { return take_share(next, ends, g.count, a_.threads, kMostBlocks); };
+    for (Share now = take(); now.count;) {
+      const Share after = take();
+      const int i = part(now);
+      item(m, *g.linear[i], now.first - (i ? ends[i - 1] : 0), now.count, prepared[i], g.out[i], codes(after));
+      now = after;
     }
   }
 
-  void item(Mine& m, const DecodeLinear& p, int at, const uint8_t* prepared, uint16_t* y, const uint8_t* next) {
-    const int column = at * kItemColumns, valid = std::min(kItemColumns, p.rows - column);
+  void item(Mine& m, const DecodeLinear& p, int first, int blocks, const uint8_t* prepared, uint16_t* y, const uint8_t* next) {
+    const int column = first * kBlockRows, width = blocks * kBlockRows, valid = std::min(width, p.rows - column);
     if (!p.layout) {
       dense(p.dense, p.bias, p.rows, p.columns, column, column + valid, reinterpret_cast<const float*>(prepared), y);
       return;
     }
     const Matrix w = matrix(p);
-    const int first = at * kItemBlocks, blocks = std::min(kItemBlocks, w.blocks - first), width = blocks * kBlockRows;
     const Rows rows{prepared, p.kernels->row_bytes(w), nullptr, a_.rows};
     p.kernels->multiply(w, first, blocks, rows, m.out, size_t(width), next);
     const float* bias = p.layout->bias(p.blob, 0, kUp);

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "core/experts.h"
+#include "core/shares.h"
 #include "core/threads.h"
 #include "core/workspace.h"
 
@@ -19,9 +20,6 @@ constexpr int kExpertsItemBlocks = 4;
 constexpr int kExpertsDownBlocks = 8;
 // Of a pass: with more, items of down do not get smaller towards the end, as each reads the rows of all tokens again.
 constexpr int kExpertsFewTokens = 64;
-// A thread takes so much of what is left at a time: 1 / (kExpertsShares * threads).
-constexpr int kExpertsShares = 2;
-inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 // Fetches the scales of blocks that the next call reads: streams too short for the hardware to fetch ahead.
 inline void fetch_scales(const Matrix& m, int block, int blocks) {
@@ -133,7 +131,7 @@ class ExpertsPass {
 
   // Blocks of the next item, where `left` of that kind would be all the work that is left, and `rest` may be joined.
   int share(int64_t left, int rest, int most) const {
-    const int64_t fair = left / (kExpertsShares * a_.threads);
+    const int64_t fair = left / (kShares * a_.threads);
     const int blocks = int(std::max<int64_t>(1, std::min<int64_t>({fair, most, rest})));
     return ceil_div(rest, ceil_div(rest, blocks));  // no small one at the end of an expert
   }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 
+#include "core/shares.h"
 #include "core/threads.h"
 #include "core/workspace.h"
 
@@ -14,7 +15,10 @@ constexpr int kItemTokens = 96;
 constexpr int kItemBlocks = 4;
 constexpr int64_t kPassTokens = 2048;
 
-int ceil_div(int a, int b) { return (a + b - 1) / b; }
+// Blocks for some tokens; none where all are taken.
+struct Item {
+  int block, blocks, token, tokens;
+};
 
 void run_pass(const LinearArgs& a, const Matrix& m, Workspace& workspace, int64_t from, int tokens) {
   const Kernels& k = *a.kernels;
@@ -22,12 +26,14 @@ void run_pass(const LinearArgs& a, const Matrix& m, Workspace& workspace, int64_
   const float* bias = a.layout->bias(a.blob, 0, kUp);
   const int32_t* perm = a.layout->perm(a.blob, 0, kUp);
 
-  int blocks = std::min(kItemBlocks, m.blocks);
   const int parts = ceil_div(tokens, kItemTokens);
-  const int size = ceil_div(ceil_div(tokens, parts), k.tile) * k.tile;
+  const int size = std::min(tokens, ceil_div(ceil_div(tokens, parts), k.tile) * k.tile);
   const int chunks = ceil_div(tokens, size);
-  while (blocks > 1 && ceil_div(m.blocks, blocks) * chunks < 8 * a.threads) --blocks;
-  const int items = ceil_div(m.blocks, blocks) * chunks;
+  // One chunk of tokens: shares of the blocks. More: pieces of so many blocks, the chunks of one next to each other, so
+  // that they find its codes in a cache.
+  int blocks = std::min(chunks == 1 ? kItemTokens * kItemBlocks / size : kItemBlocks, m.blocks);
+  while (chunks > 1 && blocks > 1 && ceil_div(m.blocks, blocks) * chunks < 8 * a.threads) --blocks;
+  const int items = chunks == 1 ? m.blocks : ceil_div(m.blocks, blocks) * chunks;
   const int threads = std::min(a.threads, items);
 
   const size_t private_floats = std::max(size_t(m.columns + 15) / 16 * 16, size_t(size) * blocks * kBlockRows);
@@ -52,14 +58,21 @@ void run_pass(const LinearArgs& a, const Matrix& m, Workspace& workspace, int64_
       k.prepare(m, mine, prepared + row * size_t(t));
     }
     team.barrier();
-    for (int at = next.fetch_add(1, std::memory_order_relaxed); at < items;) {
-      const int after = next.fetch_add(1, std::memory_order_relaxed);
-      const int block = at / chunks * blocks, n = std::min(blocks, m.blocks - block);
-      const int token = at % chunks * size, count = std::min(size, tokens - token);
+    const auto take = [&]() -> Item {
+      if (chunks == 1) {
+        const Share share = take_share(next, &m.blocks, 1, threads, blocks);
+        return {share.first, share.count, 0, tokens};
+      }
+      const int at = next.fetch_add(1, std::memory_order_relaxed), block = at / chunks * blocks, token = at % chunks * size;
+      return {block, at < items ? std::min(blocks, m.blocks - block) : 0, token, std::min(size, tokens - token)};
+    };
+    for (Item now = take(); now.blocks;) {
+      const Item after = take();
+      const auto [block, n, token, count] = now;
       const int columns = n * kBlockRows, column = block * kBlockRows, valid = std::min(columns, m.rows - column);
       const Rows rows{prepared + row * size_t(token), row, nullptr, count};
       k.multiply(m, block, n, rows, mine, size_t(columns),
-                 after < items ? m.block_codes(after / chunks * blocks) : nullptr);
+                 after.blocks ? m.block_codes(after.block) : nullptr);
       for (int i = 0; i < count; ++i) {
         float* out = mine + size_t(i) * columns;
         if (bias) {
@@ -67,7 +80,7 @@ void run_pass(const LinearArgs& a, const Matrix& m, Workspace& workspace, int64_
         }
         k.store(a.type, out, const_cast<uint8_t*>(address(a.y, token + i, a.y_stride, column)), size_t(valid));
       }
-      at = after;
+      now = after;
     }
   });
 }

@@ -89,8 +89,34 @@ INT4MOE_INLINE void pairs(const uint8_t* codes, const uint8_t* const (&x)[M], si
   }
 }
 
-// `lines` lines from `codes` on for one or two tokens, where decoding is what takes time: columns 4 and 6 stay where they
-// are in their bytes and give 16 times their sum, which still fits in int32.
+// The codes of two columns of 8 rows, as int16; those of N = 1 (columns 4 and 6) stay where they are in their bytes, 16
+// times as large.
+template <int N>
+INT4MOE_INLINE __m256i pair_in_place(__m256i line, __m256i low, __m256i high) {
+  if constexpr (N == 0) return _mm256_and_si256(line, low);
+  if constexpr (N == 1) return _mm256_and_si256(line, high);
+  if constexpr (N == 2) return _mm256_and_si256(_mm256_srli_epi16(line, 8), low);
+  return _mm256_srli_epi16(line, 12);
+}
+
+template <int M, int N>
+INT4MOE_INLINE void pairs_in_place(__m256i line0, __m256i line1, __m256i low, __m256i high,
+                                   const uint8_t* const (&x)[M], size_t at, __m256i (&sums)[M][2], __m256i (&sums16)[M][2]) {
+  if constexpr (N < 4) {
+    const __m256i w0 = pair_in_place<N>(line0, low, high), w1 = pair_in_place<N>(line1, low, high);
+    INT4MOE_UNROLL
+    for (int t = 0; t < M; ++t) {
+      const __m256i v = broadcast4(x[t] + at + 4 * N);
+      auto& to = N == 1 ? sums16 : sums;
+      multiply_add(to[t][0], w0, v);
+      multiply_add(to[t][1], w1, v);
+    }
+    pairs_in_place<M, N + 1>(line0, line1, low, high, x, at, sums, sums16);
+  }
+}
+
+// `lines` lines from `codes` on for one or two tokens, where decoding is what takes time: sums of 16 times the codes still
+// fit in int32.
 template <int M>
 INT4MOE_INLINE void few_tokens(const uint8_t* codes, ptrdiff_t fetch, const uint8_t* const (&x)[M], size_t at, int lines,
                                __m256i (&sums)[M][2]) {
@@ -102,20 +128,8 @@ INT4MOE_INLINE void few_tokens(const uint8_t* codes, ptrdiff_t fetch, const uint
 #pragma GCC unroll 2
   for (int l = 0; l < lines; ++l, codes += kLineBytes, at += kValueBytes) {
     prefetch(codes + fetch);
-    INT4MOE_UNROLL
-    for (int h = 0; h < 2; ++h) {
-      const __m256i line = _mm256_load_si256(reinterpret_cast<const __m256i*>(codes) + h);
-      const __m256i w0 = _mm256_and_si256(line, low), w1 = _mm256_and_si256(line, high);
-      const __m256i w2 = _mm256_and_si256(_mm256_srli_epi16(line, 8), low), w3 = _mm256_srli_epi16(line, 12);
-      INT4MOE_UNROLL
-      for (int t = 0; t < M; ++t) {
-        const uint8_t* v = x[t] + at;
-        sums[t][h] = _mm256_add_epi32(sums[t][h], _mm256_madd_epi16(w0, broadcast4(v)));
-        sums16[t][h] = _mm256_add_epi32(sums16[t][h], _mm256_madd_epi16(w1, broadcast4(v + 4)));
-        sums[t][h] = _mm256_add_epi32(sums[t][h], _mm256_madd_epi16(w2, broadcast4(v + 8)));
-        sums[t][h] = _mm256_add_epi32(sums[t][h], _mm256_madd_epi16(w3, broadcast4(v + 12)));
-      }
-    }
+    const auto* line = reinterpret_cast<const __m256i*>(codes);
+    pairs_in_place<M, 0>(_mm256_load_si256(line), _mm256_load_si256(line + 1), low, high, x, at, sums, sums16);
   }
   INT4MOE_UNROLL
   for (int t = 0; t < M; ++t) {
