@@ -19,8 +19,8 @@ void dense_linear(int tokens, int64_t rows, int64_t columns, const uint16_t* x, 
       static_cast<float*>(std::aligned_alloc(64, size_t(tokens) * size_t(columns) * 4)), &std::free);
   float* wide = memory.get();
   avx2::widen(int64_t(tokens) * columns, x, wide);
-  // A thread wakes in the time that another reads a megabyte.
-  if (rows * columns * 2 < 1 << 20) threads = 1;
+  // A region takes as long as reading so many bytes.
+  if (rows * columns * 2 < 1 << 18) threads = 1;
   parallel(threads, [&](const Team& team) {
     const int64_t first = rows * team.id / team.size, last = rows * (team.id + 1) / team.size;
     for (int from = 0; from < tokens; from += avx2::kDenseTile) {

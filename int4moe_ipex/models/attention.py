@@ -17,8 +17,8 @@ from int4moe_ipex.cpu import detect
 NAME = "int4moe"
 # Either of these for several sequences of different lengths (serve/batch.py).
 ROWS = "int4moe_rows"
-# Products below which one thread is enough: waking another takes as long.
-ALONE = 1 << 20
+# Products below which one thread is enough: another region of threads takes as long.
+ALONE = 1 << 18
 # Arguments of the interface that change nothing once there is no mask; any other that is set goes to sdpa.
 HARMLESS = frozenset({"sliding_window", "position_ids", "use_cache", "output_router_logits", "cache_position"})
 

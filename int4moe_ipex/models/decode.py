@@ -18,13 +18,14 @@ from torch import nn
 from transformers.cache_utils import DynamicCache
 
 from int4moe_ipex.backends import native
-from int4moe_ipex.backends.native.run import ALONE
 from int4moe_ipex.models import attention
 from int4moe_ipex.models.cache import GrowingLayer, cache_keyword, growing
 from int4moe_ipex.models.decode_plan import Plan, make_plan
 
 # Classes whose forward is known, by name in their own module of transformers; their layers: decode_plan.py.
 MODELS = {"Qwen3MoeModel", "MixtralModel"}
+# Products of a step that one thread computes as fast as several, which meet eight times a layer.
+ALONE = 1 << 20
 OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
 
 
