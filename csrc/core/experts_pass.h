@@ -156,10 +156,9 @@ class ExpertsPass {
       for (int t = team.id; t < tokens_; t += team.size) prepare_row(t, t, 0, stage);
       return;
     }
+    int i = team.id;  // of all assignments, so that threads share the experts of a single token
     for (const int e : work_.active) {
-      for (int i = work_.first[size_t(e)] + team.id; i < work_.first[size_t(e) + 1]; i += team.size) {
-        prepare_row(i, work_.token[size_t(i)], e, stage);
-      }
+      for (; i < work_.first[size_t(e) + 1]; i += team.size) prepare_row(i, work_.token[size_t(i)], e, stage);
     }
   }
 

@@ -170,25 +170,35 @@ inline float half_to_float(uint16_t h) { return _mm_cvtss_f32(_mm_cvtph_ps(_mm_c
 
 inline float bf16_to_float(uint16_t h) { return _mm_cvtss_f32(_mm_castsi128_ps(_mm_cvtsi32_si128(int(uint32_t(h) << 16)))); }
 
+// 8 values of a 16-bit float type as float32.
+inline __m256 as_floats(FloatType type, __m128i bits) {
+  if (type == FloatType::kFloat16) return _mm256_cvtph_ps(bits);
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+}
+
 void load(FloatType type, const void* x, const int32_t* perm, float* dst, size_t count) {
   const auto* h = static_cast<const uint16_t*>(x);
   const auto* f = static_cast<const float*>(x);
+  size_t j = 0;
   if (perm) {
-    for (size_t j = 0; j < count; ++j) {
-      const auto k = size_t(perm[j]);
-      dst[j] = type == FloatType::kFloat32 ? f[k] : type == FloatType::kFloat16 ? half_to_float(h[k]) : bf16_to_float(h[k]);
+    if (type == FloatType::kFloat32) {
+      for (; j < count; ++j) dst[j] = f[perm[j]];
+      return;
     }
+    for (; j + 8 <= count; j += 8) {
+      const int32_t* k = perm + j;
+      const __m128i bits = _mm_setr_epi16(h[k[0]], h[k[1]], h[k[2]], h[k[3]], h[k[4]], h[k[5]], h[k[6]], h[k[7]]);
+      _mm256_storeu_ps(dst + j, as_floats(type, bits));
+    }
+    for (; j < count; ++j) dst[j] = type == FloatType::kFloat16 ? half_to_float(h[perm[j]]) : bf16_to_float(h[perm[j]]);
     return;
   }
-  size_t j = 0;
   for (; j + 8 <= count; j += 8) {
     __m256 v;
     if (type == FloatType::kFloat32) {
       v = _mm256_loadu_ps(f + j);
     } else {
-      const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(h + j));
-      v = type == FloatType::kFloat16 ? _mm256_cvtph_ps(bits)
-                                      : _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+      v = as_floats(type, _mm_loadu_si128(reinterpret_cast<const __m128i*>(h + j)));
     }
     _mm256_storeu_ps(dst + j, v);
   }
