@@ -21,8 +21,7 @@ ISA_FLAGS: dict[str, frozenset[str]] = {
     "avx2_vnni": frozenset({"avx2", "fma", "f16c", "avx_vnni"}),
     "avx512": frozenset({"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni"}),
     "amx": frozenset(
-        {"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "avx512_bf16"}
-        | {"amx_tile", "amx_int8", "amx_bf16"}
+        {"avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni"} | {"amx_tile", "amx_int8"}
     ),
 }
 ISA_ORDER = tuple(ISA_FLAGS)

@@ -24,11 +24,9 @@ CPUID_BITS = {
     "avx512bw": (7, 0, "ebx", 30),
     "avx512vl": (7, 0, "ebx", 31),
     "avx512_vnni": (7, 0, "ecx", 11),
-    "amx_bf16": (7, 0, "edx", 22),
     "amx_tile": (7, 0, "edx", 24),
     "amx_int8": (7, 0, "edx", 25),
     "avx_vnni": (7, 1, "eax", 4),
-    "avx512_bf16": (7, 1, "eax", 5),
 }
 # Intel family 6 models with AMX: Sapphire Rapids, Emerald Rapids, Granite Rapids and its D line.
 INTEL_AMX_MODELS = {143: "Sapphire Rapids", 207: "Emerald Rapids", 173: "Granite Rapids", 174: "Granite Rapids-D"}

@@ -45,7 +45,6 @@ uint32_t read() {
   if ((saved & kTiles) == kTiles && (d7 & (1u << 24)) && amx_permitted()) {
     have |= kAmxTile;
     if (d7 & (1u << 25)) have |= kAmxInt8;
-    if (d7 & (1u << 22)) have |= kAmxBf16;
   }
   return have;
 }

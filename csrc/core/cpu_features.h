@@ -14,7 +14,6 @@ enum Feature : uint32_t {
   kAvx512Fp16 = 1u << 5,
   kAmxTile = 1u << 6,
   kAmxInt8 = 1u << 7,
-  kAmxBf16 = 1u << 8,
 };
 
 // What the CPU has and the operating system saves. AMX bits are set only once the kernel has granted the permission

@@ -1,10 +1,7 @@
-// What the AMX rows share: tile configuration, and the loops over blocks, groups and tokens.
+// What the AMX rows share: tile configuration, segments, and decoding weights for tiles.
 //
-// A tile of weights holds 16 rows of one block. Codes are decoded into it once for all tokens of a call, two blocks at a
-// time, in a buffer that stays in L1; scales are applied in float32 when a segment (a group, or a part of a very long
-// one) is complete. That is done one step late, after the next tile products have been issued, and so is decoding: vector
-// instructions run while the tile unit works. Every number of tokens takes the same path, one token included, so a token's result does not depend
-// on the others: an element of a tile product depends on its own row and column only.
+// Weights and activations enter the tiles as unsigned bytes, 64 columns at a time, and sums are int32: four products for
+// two blocks (32 rows) and two tiles of activations. Sums are exact, so no result depends on the number of tokens.
 #pragma once
 
 #include "isa/avx512_common.h"
@@ -13,9 +10,13 @@ namespace int4moe {
 namespace amx {
 namespace {
 
+#define INT4MOE_APART __attribute__((noinline))
+
 constexpr int kTileTokens = 16;
 constexpr int kTileBytes = 1024;
+constexpr int kTileLines = 8;  // 64 columns
 constexpr int kSegmentTiles = 16;
+constexpr int kBlocks = 4;  // of a pass over the columns: gathered activations serve all of them
 
 // Tiles 0-3: sums; 4, 5: activations (one row per token); 6, 7: weights.
 struct alignas(64) TileConfig {
@@ -48,178 +49,139 @@ class TileState {
   TileState& operator=(const TileState&) = delete;
 };
 
-// The compiler does not know that tile loads read memory.
-INT4MOE_INLINE void finish_stores() { __asm__ volatile("" ::: "memory"); }
+// The compiler does not know that tile loads and stores touch memory, and would move vector work across them.
+INT4MOE_INLINE void in_order() { __asm__ volatile("" ::: "memory"); }
 
-// Lines [from, from + lines) of a group, decoded and multiplied at once.
+// Sums of N tiles of activations by B blocks, in tiles: cleared, added to by 64 columns, stored. `between` is done after
+// each product; weights of the two blocks are in turn, sums of the second block two tiles behind those of the first, and of
+// the second tile of activations `second` bytes.
+template <int N, int B>
+INT4MOE_INLINE void start_sums() {
+  in_order();
+  _tile_zero(0);
+  if constexpr (B > 1) _tile_zero(1);
+  if constexpr (N > 1) _tile_zero(2);
+  if constexpr (N > 1 && B > 1) _tile_zero(3);
+}
+
+template <int N, int B, class Between>
+INT4MOE_INLINE void products(const uint8_t* w, const uint8_t* x0, const uint8_t* x1, size_t stride, Between between) {
+  _tile_loadd(6, w, 64);
+  _tile_loadd(4, x0, stride);
+  _tile_dpbuud(0, 4, 6);
+  between();
+  if constexpr (B > 1) {
+    _tile_loadd(7, w + kTileBytes, 64);
+    _tile_dpbuud(1, 4, 7);
+    between();
+  }
+  if constexpr (N > 1) {
+    _tile_loadd(5, x1, stride);
+    _tile_dpbuud(2, 5, 6);
+    between();
+    if constexpr (B > 1) {
+      _tile_dpbuud(3, 5, 7);
+      between();
+    }
+  }
+  in_order();
+}
+
+template <int N, int B>
+INT4MOE_INLINE void store_sums(uint8_t* sums, int second) {
+  _tile_stored(0, sums, 64);
+  if constexpr (B > 1) _tile_stored(1, sums + 2 * kTileBytes, 64);
+  if constexpr (N > 1) _tile_stored(2, sums + second, 64);
+  if constexpr (N > 1 && B > 1) _tile_stored(3, sums + second + 2 * kTileBytes, 64);
+  in_order();
+}
+
+// Lines [line, line + lines) of a group, for the blocks of a pass.
 struct Segment {
-  int index, group, from, lines, tiles;
+  int index, group, line, lines, tiles;
+  int block, blocks;
   bool head;   // starts its group
   bool first;  // starts the matrix
 };
 
-template <class T>
-struct Multiply {
-  // Decoded weights of two blocks, sums of two blocks by two token tiles (of this step and of the one before), gathered
-  // activations of two token tiles.
-  struct Scratch {
-    alignas(64) uint8_t weights[2][kSegmentTiles * kTileBytes];
-    alignas(64) uint8_t sums[2][4][kTileBytes];
-    alignas(64) uint8_t gathered[2 * kTileTokens][kSegmentTiles * 64];
-  };
-
-  struct Decoded {
-    Segment segment;
-    typename T::Block block[2];
-  };
-
-  // Sums of up to two token tiles from number `tile` on that are still to be scaled and added.
-  struct Pending {
-    const Decoded* of = nullptr;
-    const uint8_t (*sums)[kTileBytes] = nullptr;
-    int tile = 0, count = 0;
-  };
-
-  template <int N, int B>
-  INT4MOE_INLINE static void products(const uint8_t* const (&x)[2], size_t x_stride, Scratch& scratch, int tiles,
-                                      uint8_t (&sums)[4][kTileBytes]) {
-    _tile_zero(0);
-    if constexpr (B > 1) _tile_zero(1);
-    if constexpr (N > 1) _tile_zero(2);
-    if constexpr (N > 1 && B > 1) _tile_zero(3);
-    for (int i = 0; i < tiles; ++i) {
-      _tile_loadd(6, scratch.weights[0] + i * kTileBytes, 64);
-      _tile_loadd(4, x[0] + i * 64, x_stride);
-      T::template dot<0>();
-      if constexpr (B > 1) {
-        _tile_loadd(7, scratch.weights[1] + i * kTileBytes, 64);
-        T::template dot<1>();
-      }
-      if constexpr (N > 1) {
-        _tile_loadd(5, x[1] + i * 64, x_stride);
-        T::template dot<2>();
-        if constexpr (B > 1) T::template dot<3>();
-      }
-    }
-    _tile_stored(0, sums[0], 64);
-    if constexpr (B > 1) _tile_stored(1, sums[1], 64);
-    if constexpr (N > 1) _tile_stored(2, sums[2], 64);
-    if constexpr (N > 1 && B > 1) _tile_stored(3, sums[3], 64);
+// All segments of a call: pass by pass, each pass of 4, 2 or 1 blocks over all columns.
+class Walk {
+ public:
+  Walk(const Matrix& m, int first, int blocks, int segment_lines, const uint8_t* next)
+      : m_(m), most_(segment_lines), end_(first + blocks), next_(next), block_(first) {
+    int longest = m.group_lines() < m.lines ? m.group_lines() : m.lines;
+    if (longest > most_) longest = most_;
+    widest_ = longest <= kTileLines * kSegmentTiles * 2 / kBlocks ? kBlocks : 2;  // what the scratch holds
+    start_pass();
   }
 
-  // N token tiles from number `tile` on, B blocks.
-  template <int N, int B>
-  INT4MOE_INLINE static void token_tiles(const Matrix& m, const Segment& s, const Rows& rows, const avx512::Tiles& cut,
-                                         int tile, Scratch& scratch, uint8_t (&sums)[4][kTileBytes]) {
-    const size_t column = T::value_offset(m, s.from);
-    const uint8_t* x[2] = {};
-    size_t x_stride = rows.stride;
-    const int height = (cut.count + cut.tiles - 1) / cut.tiles;
-    for (int n = 0; n < N; ++n) {
-      const int from = cut.start(tile + n);
-      if (!rows.index || height == 1) {
-        x[n] = rows.at(from) + column;
-        continue;
-      }
-      // Rows of different tokens lie apart: bring this segment of them together.
-      x_stride = sizeof(scratch.gathered[0]);
-      x[n] = scratch.gathered[n * kTileTokens];
-      for (int i = 0; i < height; ++i) {
-        const uint8_t* from_row = rows.at(from + i) + column;
-        for (int j = 0; j < s.tiles * 64; j += 64) {
-          _mm512_store_si512(scratch.gathered[n * kTileTokens + i] + j, _mm512_loadu_si512(from_row + j));
-        }
-      }
+  bool next(Segment& s) {
+    if (line_ == m_.lines) {
+      block_ += blocks_;
+      group_ = line_ = index_ = 0;
+      start_pass();
     }
-    finish_stores();
-    products<N, B>(x, x_stride, scratch, s.tiles, sums);
+    if (block_ >= end_) return false;
+    const int start = group_ * m_.group_lines();
+    const int end = start + m_.group_lines() < m_.lines ? start + m_.group_lines() : m_.lines;
+    const int lines = end - line_ < most_ ? end - line_ : most_;
+    s = {index_++, group_, line_, lines, (lines + kTileLines - 1) / kTileLines, block_, blocks_, line_ == start, line_ == 0};
+    line_ += lines;
+    if (line_ == end) ++group_;
+    return true;
   }
 
-  // kFirst, kHead: of the matrix, of a group. kZeros: zero points are stored.
-  template <int B, bool kFirst, bool kHead, bool kZeros>
-  INT4MOE_INLINE static void add_all(const Matrix& m, const Pending& p, const Rows& all, const avx512::Tiles& cut,
-                                     float* out, size_t out_stride) {
-    const Rows rows = all;  // a copy, which no store can change
-    const typename T::Extra extra(m, p.of->segment);
-    typename T::Block block[B];
-    for (int b = 0; b < B; ++b) block[b] = p.of->block[b];
-    for (int n = 0; n < p.count; ++n) {
-      const int from = cut.start(p.tile + n), to = cut.start(p.tile + n + 1);
-      const uint8_t* sums = p.sums[2 * n];
-      float* total = out + size_t(from) * out_stride;
-      for (int i = from; i < to; ++i, sums += 64, total += out_stride) {
-        const typename T::Token token(extra, rows.at(i));
-        for (int b = 0; b < B; ++b) {
-          const __m512 before = kFirst ? _mm512_setzero_ps() : _mm512_load_ps(total + b * kBlockRows);
-          const __m512i sum = _mm512_load_si512(sums + b * kTileBytes);
-          _mm512_store_ps(total + b * kBlockRows, T::template add<kHead, kZeros>(block[b], token, sum, before));
-        }
-      }
-    }
+  // Where codes are fetched ahead while the segment is decoded.
+  avx512::Ahead fetch(const Segment& s) const {
+    const uint8_t* after = s.block + s.blocks < end_ ? m_.block_codes(s.block + s.blocks) : next_;
+    return avx512::Ahead(m_, m_.block_codes(s.block), after);
   }
 
-  template <int B>
-  INT4MOE_INLINE static void add(const Matrix& m, const Pending& p, const Rows& rows, const avx512::Tiles& cut, float* out,
-                                 size_t out_stride) {
-    const bool first = p.of->segment.first, head = p.of->segment.head, zeros = m.zeros;
-    if (!head) return add_all<B, false, false, false>(m, p, rows, cut, out, out_stride);
-    if (first) {
-      if (zeros) return add_all<B, true, true, true>(m, p, rows, cut, out, out_stride);
-      return add_all<B, true, true, false>(m, p, rows, cut, out, out_stride);
-    }
-    if (zeros) return add_all<B, false, true, true>(m, p, rows, cut, out, out_stride);
-    add_all<B, false, true, false>(m, p, rows, cut, out, out_stride);
+ private:
+  void start_pass() {
+    const int left = end_ - block_;
+    blocks_ = left >= widest_ ? widest_ : left >= 2 ? 2 : 1;
   }
 
-  template <int B>
-  static void blocks_of(const Matrix& m, int first, const Rows& rows, const avx512::Tiles& cut, Scratch& scratch,
-                        float* out, size_t out_stride, const uint8_t* next) {
-    const int most_lines = T::segment_lines(m);  // at most kSegmentTiles * kTileLines
-    const avx512::Ahead fetch(m, m.block_codes(first), next);
-    Decoded decoded[2];  // the pending sums may be of the segment before
-    Pending pending;
-    int turn = 0, half = 0, index = 0;
-    for (int g = 0, l = 0; g < m.groups; ++g) {
-      const int end = l + m.group_lines() < m.lines ? l + m.group_lines() : m.lines;
-      for (bool head = true; l < end; head = false) {
-        const int lines = end - l < most_lines ? end - l : most_lines;
-        Decoded& now = decoded[turn ^= 1];
-        now.segment = {index++, g, l, lines, (lines + T::kTileLines - 1) / T::kTileLines, head, g == 0 && head};
-        for (int b = 0; b < B; ++b) now.block[b] = T::decode(m, now.segment, first + b, scratch.weights[b], fetch);
-        for (int tile = 0; tile < cut.tiles; tile += 2) {
-          auto& sums = scratch.sums[half ^= 1];
-          const int count = tile + 2 <= cut.tiles ? 2 : 1;
-          if (count == 2) {
-            token_tiles<2, B>(m, now.segment, rows, cut, tile, scratch, sums);
-          } else {
-            token_tiles<1, B>(m, now.segment, rows, cut, tile, scratch, sums);
-          }
-          if (pending.of) add<B>(m, pending, rows, cut, out, out_stride);
-          pending = {&now, sums, tile, count};
-        }
-        l += lines;
-      }
-    }
-    add<B>(m, pending, rows, cut, out, out_stride);
-  }
-
-  static void run(const Matrix& m, int first, int blocks, const Rows& rows, float* out, size_t out_stride,
-                  const uint8_t* next) {
-    if (rows.count <= 0) return;
-    const avx512::Tiles cut(rows.count, kTileTokens);
-    const TileState state((cut.count + cut.tiles - 1) / cut.tiles);
-    Scratch scratch;
-    for (int b = 0; b < blocks; b += 2) {
-      float* at = out + size_t(b) * kBlockRows;
-      if (b + 2 <= blocks) {
-        const uint8_t* after = b + 2 < blocks ? m.block_codes(first + b + 2) : next;
-        blocks_of<2>(m, first + b, rows, cut, scratch, at, out_stride, after);
-      } else {
-        blocks_of<1>(m, first + b, rows, cut, scratch, at, out_stride, next);
-      }
-    }
-  }
+  const Matrix& m_;
+  int most_, end_, widest_, blocks_;
+  const uint8_t* next_;
+  int block_, group_ = 0, line_ = 0, index_ = 0;
 };
+
+// Up to 8 lines of codes as a tile of weights: code + offset, zeros behind the last line. Returns the sum of the codes of
+// each row.
+template <bool kOffset>
+INT4MOE_INLINE __m512i decode_tile(const uint8_t* codes, int lines, __m512i offset, ptrdiff_t ahead, uint8_t* tile) {
+  const __m512i mask = _mm512_set1_epi8(15);
+  __m512i bytes = _mm512_setzero_si512();  // 16 codes, at most 240
+  const auto line = [&](int l) __attribute__((always_inline)) {
+    avx512::prefetch(codes + l * kLineBytes + ahead);
+    __m512i both = _mm512_load_si512(codes + l * kLineBytes);
+    __asm__("" : "+v"(both));  // loaded once
+    const __m512i low = _mm512_and_si512(both, mask);
+    const __m512i high = _mm512_and_si512(_mm512_srli_epi16(both, 4), mask);
+    _mm512_store_si512(tile + l * 128, kOffset ? _mm512_add_epi8(low, offset) : low);
+    _mm512_store_si512(tile + l * 128 + 64, kOffset ? _mm512_add_epi8(high, offset) : high);
+    bytes = _mm512_add_epi8(bytes, _mm512_add_epi8(low, high));
+  };
+  if (lines >= kTileLines) {
+#pragma GCC unroll 8
+    for (int l = 0; l < kTileLines; ++l) {
+      line(l);
+      in_order();
+    }
+  } else {
+#pragma GCC unroll 1
+    for (int l = 0; l < lines; ++l) line(l);
+#pragma GCC unroll 1
+    for (int l = lines; l < kTileLines; ++l) {
+      _mm512_store_si512(tile + l * 128, _mm512_setzero_si512());
+      _mm512_store_si512(tile + l * 128 + 64, _mm512_setzero_si512());
+    }
+  }
+  return _mm512_dpbusd_epi32(_mm512_setzero_si512(), bytes, _mm512_set1_epi8(1));
+}
 
 }  // namespace
 }  // namespace amx

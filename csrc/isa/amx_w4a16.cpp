@@ -1,114 +1,136 @@
-// W4A16 on AMX, for activations that are bfloat16 already.
+// W4A16 on AMX, for 16-bit activations, exactly as the AVX-512 VNNI row has it (int16_rows512.h): int16 activations x in
+// two planes of unsigned bytes, high and low byte of x + 32768.
 //
-// Weights enter the tiles as bfloat16 128 + code: the code is set into the mantissa, exactly, by one instruction for two
-// columns of 16 rows and without a look at zero points. (128 + zero) times the sum of the token's activations is taken
-// off the group's sum in float32, then the group's scale is applied. So the only roundings beside float32 arithmetic
-// are those of the activations (the intermediate ones of a layer are rounded to bfloat16). The tile unit treats denormals
-// as zero. Order for one (row, token): the tile products of a segment, column by column as the hardware adds them; then
-// two fused multiply-adds into the total, segment by segment.
+// With weights w = code, or code - zero + 15 where zero points are stored, both unsigned,
+//   sum((code - zero) x) = 256 sum(w high) + sum(w low) - 32768 sum(w) - c sum(x), c = 8 or 15, modulo 2^32:
+// the third term is counted while decoding, the last one comes with the row of activations. (TDPBSUD, with a signed high
+// plane, would save the third; unsigned products are the ones that emulators have right.) Few tokens go to the AVX-512
+// kernel, which gives the same bits.
 #include "core/cpu_features.h"
-#include "isa/amx_common.h"
+#include "isa/amx_run.h"
+#include "isa/int16_rows512.h"
 
 namespace int4moe {
+
+namespace avx512 {
+void multiply_int16(const Matrix& m, int first, int blocks, const Rows& rows, float* out, size_t out_stride,
+                    const uint8_t* next);
+}
+
 namespace amx {
 namespace {
 
-struct BFloat16 {
-  static constexpr int kTileLines = 4;  // 32 columns
+// Up to here the vector kernel takes codes as fast as memory gives them, and in small groups faster than tiles would: a
+// tile product takes its time whatever the tokens.
+constexpr int kVectorTokens = 4;
 
-  static int segment_lines(const Matrix&) { return kSegmentTiles * kTileLines; }
+struct Int16 {
+  static constexpr int kPlanes = 2;
+  static constexpr int kPlain = 0, kFirst = 1;
+  static constexpr bool has(int kind) { return kind <= kFirst; }
+  static int kind(const Matrix&, const Segment& s) { return s.first ? kFirst : kPlain; }
 
-  // A row: bfloat16 [lines * 8], each line in the order 0 2 4 6 1 3 5 7, padded by zeros to whole tiles and one more;
-  // then the float sum of each segment.
-  static size_t values_bytes(const Matrix& m) { return (size_t(m.lines) * 16 + 63 + 64) / 64 * 64; }
+  static int segment_lines(const Matrix&) { return avx512::kInt16SegmentLines; }
 
-  static int segments_per_group(const Matrix& m) {
-    constexpr int kMost = kSegmentTiles * kTileLines;
-    return (m.group_lines() + kMost - 1) / kMost;
+  // Tiles of a whole group.
+  static int group_tiles(const Matrix& m) {
+    const int whole = m.group_lines() / avx512::kInt16SegmentLines, rest = m.group_lines() % avx512::kInt16SegmentLines;
+    return whole * kSegmentTiles + (rest + kTileLines - 1) / kTileLines;
   }
 
+  // A row: that of the VNNI kernel; then for each segment its tiles, the low and the high bytes of 64 columns in turn,
+  // padded to whole tiles; then for each segment its scale with -8 sum(x), and again with -15 sum(x).
+  static size_t tiles_at(const Matrix& m) { return avx512::int16_row_bytes(m); }
+  static size_t pairs_at(const Matrix& m) { return tiles_at(m) + size_t(group_tiles(m)) * size_t(m.groups) * 128; }
   static size_t row_bytes(const Matrix& m) {
-    const size_t sums = 4 * size_t(segments_per_group(m)) * size_t(m.groups);
-    return ((values_bytes(m) + sums + 63) / 64 | 1) * 64;
+    return ((pairs_at(m) + 16 * size_t(avx512::int16_segments(m)) + 63) / 64 | 1) * 64;
   }
 
-  static size_t value_offset(const Matrix&, int line) { return size_t(line) * 16; }
+  static size_t values_at(const Matrix& m, const Segment& s) {
+    const int before = (s.line - s.group * m.group_lines()) / kTileLines;
+    return tiles_at(m) + size_t(s.group * group_tiles(m) + before) * 128;
+  }
+  static size_t pair_at(const Matrix& m, const Segment& s) {
+    return pairs_at(m) + size_t(s.index) * 16 + (m.zeros ? 8 : 0);
+  }
 
   static void prepare(const Matrix& m, const float* x, uint8_t* row) {
-    const __m128i order = _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15);
-    constexpr int kMost = kSegmentTiles * kTileLines;
-    const int lines = int(values_bytes(m) / 16);
-    for (int l = m.lines; l < lines; ++l) {
-      _mm_store_si128(reinterpret_cast<__m128i*>(row + size_t(l) * 16), _mm_setzero_si128());
-    }
-    for (int g = 0; g < m.groups; ++g) {
-      const int from = g * m.group_lines(), end = from + m.group_lines() < m.lines ? from + m.group_lines() : m.lines;
-      for (int part = from; part < end; part += kMost) {
-        __m256 sum = _mm256_setzero_ps();
-        for (int l = part; l < end && l < part + kMost; ++l) {
-          const int at = l * kLineColumns, left = m.columns - at;
-          const __mmask8 lanes = left >= 8 ? 0xff : __mmask8((1u << left) - 1);
-          const __m128i h = (__m128i)_mm256_cvtneps_pbh(_mm256_maskz_loadu_ps(lanes, x + at));
-          sum = _mm256_add_ps(sum, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16)));
-          _mm_store_si128(reinterpret_cast<__m128i*>(row + size_t(l) * 16), _mm_shuffle_epi8(h, order));
-        }
-        const float total = avx512::sum_lanes(sum);
-        __builtin_memcpy(row + values_bytes(m) + 4 * size_t(g * segments_per_group(m) + (part - from) / kMost), &total, 4);
+    avx512::int16_prepare(m, x, row);
+    // From the order 0 2 4 6 1 3 5 7: the low bytes in order, then the high ones.
+    const __m128i order = _mm_setr_epi8(0, 8, 2, 10, 4, 12, 6, 14, 1, 9, 3, 11, 5, 13, 7, 15);
+    const __m128i sign = _mm_set1_epi16(-32768);
+    Walk walk(m, 0, 1, segment_lines(m), nullptr);
+    for (Segment s; walk.next(s);) {
+      uint8_t* tiles = row + values_at(m, s);
+      for (int l = 0; l < s.tiles * kTileLines; ++l) {
+        __m128i words = _mm_setzero_si128();
+        if (l < s.lines) words = _mm_load_si128(reinterpret_cast<const __m128i*>(row) + s.line + l);
+        const __m128i bytes = _mm_shuffle_epi8(_mm_xor_si128(words, sign), order);
+        uint8_t* to = tiles + l / kTileLines * 128 + l % kTileLines * 8;
+        _mm_storel_epi64(reinterpret_cast<__m128i*>(to), bytes);
+        _mm_storel_epi64(reinterpret_cast<__m128i*>(to + 64), _mm_unpackhi_epi64(bytes, bytes));
       }
+      const uint8_t* from = row + avx512::int16_values_bytes(m) + size_t(s.index) * 8;
+      const auto sum = uint32_t(avx512::int_at(from + 4));
+      const uint32_t scale = uint32_t(avx512::int_at(from)), pairs[4] = {scale, 0u - 8u * sum, scale, 0u - 15u * sum};
+      __builtin_memcpy(row + pairs_at(m) + size_t(s.index) * 16, pairs, 16);
     }
-  }
-
-  // Tile C += token tile C / 2 times block C % 2. (The intrinsics take literals only.)
-  template <int C>
-  INT4MOE_INLINE static void dot() {
-    if constexpr (C == 0) _tile_dpbf16ps(0, 4, 6);
-    if constexpr (C == 1) _tile_dpbf16ps(1, 4, 7);
-    if constexpr (C == 2) _tile_dpbf16ps(2, 5, 6);
-    if constexpr (C == 3) _tile_dpbf16ps(3, 5, 7);
   }
 
   struct Block {
     __m512 scale;
-    __m512 zero;  // 128 + zero point
+    __m512i start;  // -32768 * sum of the weights of each row
   };
 
-  INT4MOE_INLINE static Block decode(const Matrix& m, const Segment& s, int block, uint8_t* weights,
-                                     const avx512::Ahead& fetch) {
-    const uint8_t* codes = m.block_codes(block) + size_t(s.from) * kLineBytes;
-    const __m512i nibble = _mm512_set1_epi16(15), exponent = _mm512_set1_epi16(0x4300);  // bfloat16 128
-    constexpr int kSelect = 0xea;  // (a & b) | c
-    for (int l = 0; l < s.lines; ++l, codes += kLineBytes) {
-      avx512::prefetch(codes + fetch(s.from + l));
-      const __m512i line = _mm512_load_si512(codes);
-      auto* tile = reinterpret_cast<__m512i*>(weights + l * 256);
-      _mm512_store_si512(tile, _mm512_ternarylogic_epi32(line, nibble, exponent, kSelect));
-      _mm512_store_si512(tile + 1, _mm512_ternarylogic_epi32(_mm512_srli_epi16(line, 4), nibble, exponent, kSelect));
-      _mm512_store_si512(tile + 2, _mm512_ternarylogic_epi32(_mm512_srli_epi16(line, 8), nibble, exponent, kSelect));
-      _mm512_store_si512(tile + 3, _mm512_or_si512(_mm512_srli_epi16(line, 12), exponent));
-    }
-    // Beyond the segment's end weights are zero; activations there are those of the next segment.
-    for (int l = s.lines; l < s.tiles * kTileLines; ++l) {
-      auto* tile = reinterpret_cast<__m512i*>(weights + l * 256);
-      for (int i = 0; i < 4; ++i) _mm512_store_si512(tile + i, _mm512_setzero_si512());
-    }
-    const __m512i zero = avx512::load_zeros(m.block_zeros(block), s.group);
-    return {avx512::load_scales(m, m.block_scales(block), s.group),
-            _mm512_cvtepi32_ps(_mm512_add_epi32(zero, _mm512_set1_epi32(128)))};
+  INT4MOE_INLINE static __m512i decode(const Matrix& m, const Segment& s, int b, const uint8_t* codes, int lines,
+                                       ptrdiff_t ahead, uint8_t* tile) {
+    const int block = s.block + b;
+    if (!m.zeros) return decode_tile<false>(codes, lines, _mm512_setzero_si512(), ahead, tile);
+    const __m512i offset = _mm512_sub_epi32(_mm512_set1_epi32(15), avx512::load_zeros(m.block_zeros(block), s.group));
+    const __m128i low_bytes = _mm_setr_epi8(0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12);
+    const __m512i bytes = _mm512_shuffle_epi8(offset, _mm512_broadcast_i32x4(low_bytes));
+    return decode_tile<true>(codes, lines, bytes, ahead, tile);
   }
 
-  // Where a segment's sum lies in a row, and a token's sum of it.
-  struct Extra {
-    size_t at;
-    Extra(const Matrix& m, const Segment& s) : at(values_bytes(m) + 4 * size_t(s.index)) {}
-  };
+  INT4MOE_INLINE static Block block(const Matrix& m, const Segment& s, int b, __m512i codes) {
+    const int block = s.block + b;
+    if (m.zeros) {
+      const __m512i offset = _mm512_sub_epi32(_mm512_set1_epi32(15), avx512::load_zeros(m.block_zeros(block), s.group));
+      codes = _mm512_add_epi32(codes, _mm512_mullo_epi32(offset, _mm512_set1_epi32(s.lines * kLineColumns)));
+    }
+    return {avx512::load_scales(m, m.block_scales(block), s.group),
+            _mm512_sub_epi32(_mm512_setzero_si512(), _mm512_slli_epi32(codes, 15))};
+  }
+
   struct Token {
-    __m512 sum;
-    INT4MOE_INLINE Token(const Extra& e, const uint8_t* row) : sum(_mm512_set1_ps(avx512::float_at(row + e.at))) {}
+    __m512 scale;
+    __m512i sum;
+    INT4MOE_INLINE explicit Token(const uint8_t* pair)
+        : scale(_mm512_set1_ps(avx512::float_at(pair))), sum(_mm512_set1_epi32(avx512::int_at(pair + 4))) {}
   };
 
-  template <bool kHead, bool kZeros>
-  INT4MOE_INLINE static __m512 add(const Block& b, const Token& t, __m512i sums, __m512 total) {
-    return _mm512_fmadd_ps(_mm512_fnmadd_ps(b.zero, t.sum, _mm512_castsi512_ps(sums)), b.scale, total);
+  template <int K>
+  struct Add {
+    __m512 scale;
+    __m512i start;
+
+    INT4MOE_INLINE void set(const Block& b) {
+      scale = b.scale;
+      start = b.start;
+    }
+    INT4MOE_INLINE void row(const uint8_t* sums, const Token& t, float* total) const {
+      const __m512i high = _mm512_slli_epi32(_mm512_load_si512(sums + kTileBytes), 8);
+      const __m512i low = _mm512_add_epi32(_mm512_load_si512(sums), _mm512_add_epi32(t.sum, start));
+      const __m512 before = K & kFirst ? _mm512_setzero_ps() : _mm512_load_ps(total);
+      const __m512 d = _mm512_cvtepi32_ps(_mm512_add_epi32(high, low));
+      _mm512_store_ps(total, _mm512_fmadd_ps(d, _mm512_mul_ps(scale, t.scale), before));
+    }
+  };
+
+  static void multiply(const Matrix& m, int first, int blocks, const Rows& rows, float* out, size_t out_stride,
+                       const uint8_t* next) {
+    if (rows.count <= kVectorTokens) return avx512::multiply_int16(m, first, blocks, rows, out, out_stride, next);
+    Run<Int16>(m, first, blocks, rows, out, out_stride, next).all();
   }
 };
 
@@ -118,15 +140,15 @@ struct BFloat16 {
 extern const Kernels kAmxW4A16;
 const Kernels kAmxW4A16 = {"amx",
                            "w4a16",
-                           kAvx512 | kAvx512Bf16 | kAmxTile | kAmxBf16,
-                           2 * amx::kTileTokens,
-                           amx::BFloat16::row_bytes,
-                           amx::BFloat16::prepare,
-                           amx::Multiply<amx::BFloat16>::run,
+                           kAvx512 | kAvx512Vnni | kAmxTile | kAmxInt8,
+                           amx::kTileTokens,
+                           amx::Int16::row_bytes,
+                           amx::Int16::prepare,
+                           amx::Int16::multiply,
                            avx512::activate,
                            avx512::load,
                            avx512::store,
                            avx512::accumulate,
-                           type_bit(FloatType::kBFloat16)};
+                           type_bit(FloatType::kBFloat16) | type_bit(FloatType::kFloat16)};
 
 }  // namespace int4moe

@@ -1,64 +1,13 @@
-// W4A16 on AVX-512 VNNI, for 16-bit activations: int16 values with one scale per token and segment, exact int32 sums.
+// W4A16 on AVX-512 VNNI, for 16-bit activations: int16 values with one scale per token and segment, exact int32 sums
+// (int16_rows512.h says what is computed).
 //
-// A bfloat16 or float16 activation x becomes round(x / s) with s = max|x| / 32767 over the segment, an error of 2^-16 of
-// the largest; that is finer than the rounding of the result to 16 bits. One instruction then takes two columns of 16
-// rows, where float32 takes one, and needs no conversion. Sums of a segment are exact integers: any order gives the same
-// bits. For one (row, token): total = fma(float(d), weight scale * s, total) with d = sum((code - zero) * x), segment by
-// segment. A segment is a group, or a part of a group that is longer than kSegmentLines (for int32 to hold the sum).
+// One instruction takes two columns of 16 rows, where float32 takes one, and needs no conversion.
 #include "core/cpu_features.h"
-#include "isa/avx512_common.h"
+#include "isa/int16_rows512.h"
 
 namespace int4moe {
 namespace avx512 {
 namespace {
-
-constexpr int kSegmentLines = 128;  // 15 * 32767 * 1024 < 2^31
-
-int segments_per_group(const Matrix& m) { return (m.group_lines() + kSegmentLines - 1) / kSegmentLines; }
-
-// A row: int16 [lines * 8], each line in the order 0 2 4 6 1 3 5 7; float scale, int32 sum of every segment.
-size_t values_bytes(const Matrix& m) { return size_t(m.lines) * kLineColumns * 2; }
-
-size_t row_bytes(const Matrix& m) {
-  const size_t segments = size_t(segments_per_group(m)) * size_t(m.groups);
-  return ((values_bytes(m) + 8 * segments + 63) / 64 | 1) * 64;
-}
-
-INT4MOE_INLINE __m256 load_line(const Matrix& m, const float* x, int line) {
-  const int left = m.columns - line * kLineColumns;
-  return _mm256_maskz_loadu_ps(left >= 8 ? 0xff : __mmask8((1u << left) - 1), x + line * kLineColumns);
-}
-
-void prepare(const Matrix& m, const float* x, uint8_t* row) {
-  const __m128i order = _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15);
-  uint8_t* tail = row + values_bytes(m);
-  for (int g = 0, l = 0; g < m.groups; ++g) {
-    const int end = l + m.group_lines() < m.lines ? l + m.group_lines() : m.lines;
-    for (; l < end; tail += 8) {
-      const int from = l, to = l + kSegmentLines < end ? l + kSegmentLines : end;
-      __m256 most = _mm256_setzero_ps(), nothing = _mm256_setzero_ps();
-      for (l = from; l < to; ++l) {
-        const __m256 v = load_line(m, x, l);
-        most = _mm256_max_ps(most, _mm256_andnot_ps(_mm256_set1_ps(-0.0f), v));
-        nothing = _mm256_fmadd_ps(v, _mm256_setzero_ps(), nothing);  // 0, or NaN once a value is not finite
-      }
-      const float largest = max_lanes(most);
-      // Below 1e-30 the inverse would overflow, and nothing that small matters.
-      const __m256 inverse = _mm256_set1_ps(largest > 1e-30f ? 32767.0f / largest : 0.0f);
-      __m256i sum = _mm256_setzero_si256();
-      for (l = from; l < to; ++l) {
-        const __m256i q = _mm256_cvtps_epi32(_mm256_mul_ps(load_line(m, x, l), inverse));
-        sum = _mm256_add_epi32(sum, q);
-        const __m128i words = _mm256_cvtsepi32_epi16(q);
-        _mm_store_si128(reinterpret_cast<__m128i*>(row) + l, _mm_shuffle_epi8(words, order));
-      }
-      const float scale = largest * (1.0f / 32767.0f) + sum_lanes(nothing);
-      const int32_t total = sum_lanes(sum);
-      __builtin_memcpy(tail, &scale, 4);
-      __builtin_memcpy(tail + 4, &total, 4);
-    }
-  }
-}
 
 // The codes of two columns of 16 rows, as int16: columns (0, 2), (4, 6), (1, 3), (5, 7) for N = 0..3.
 template <int N>
@@ -106,12 +55,12 @@ struct Int16 {
     const uint8_t* x[M];
     for (int t = 0; t < M; ++t) x[t] = rows[t];
     const Ahead fetch(m, codes[0], next);
-    size_t tail = values_bytes(m);
+    size_t tail = int16_values_bytes(m);
     bool fresh = true;
     for (int g = 0, l = 0; g < m.groups; ++g) {
       const int end = l + m.group_lines() < m.lines ? l + m.group_lines() : m.lines;
       for (; l < end; tail += 8, fresh = false) {
-        const int to = l + kSegmentLines < end ? l + kSegmentLines : end;
+        const int to = l + kInt16SegmentLines < end ? l + kInt16SegmentLines : end;
         constexpr int C = kChains<B, M>;
         __m512i acc[B][M][C];
 #pragma GCC unroll 4
@@ -153,19 +102,27 @@ struct Int16 {
 };
 
 }  // namespace
+
+// Also for the AMX row, for few tokens.
+void multiply_int16(const Matrix& m, int first, int blocks, const Rows& rows, float* out, size_t out_stride,
+                    const uint8_t* next) {
+  Tiled<Int16>::multiply(m, first, blocks, rows, out, out_stride, next);
+}
+
 }  // namespace avx512
 
-#define INT4MOE_ROW(ISA, FEATURES, TYPES)                                                                    \
-  {                                                                                                          \
-    ISA, "w4a16", FEATURES, avx512::kTile, avx512::row_bytes, avx512::prepare,                               \
-        avx512::Tiled<avx512::Int16>::multiply, avx512::activate, avx512::load, avx512::store,               \
-        avx512::accumulate, TYPES                                                                            \
-  }
-
-// On a CPU with AMX this is also what float16 activations take: tiles would round them to bfloat16.
-extern const Kernels kAvx512Int16W4A16, kAmxInt16W4A16;
-const Kernels kAvx512Int16W4A16 = INT4MOE_ROW("avx512", kAvx512 | kAvx512Vnni,
-                                              type_bit(FloatType::kBFloat16) | type_bit(FloatType::kFloat16));
-const Kernels kAmxInt16W4A16 = INT4MOE_ROW("amx", kAvx512 | kAvx512Vnni | kAmxTile, type_bit(FloatType::kFloat16));
+extern const Kernels kAvx512Int16W4A16;
+const Kernels kAvx512Int16W4A16 = {"avx512",
+                                   "w4a16",
+                                   kAvx512 | kAvx512Vnni,
+                                   avx512::kTile,
+                                   avx512::int16_row_bytes,
+                                   avx512::int16_prepare,
+                                   avx512::multiply_int16,
+                                   avx512::activate,
+                                   avx512::load,
+                                   avx512::store,
+                                   avx512::accumulate,
+                                   type_bit(FloatType::kBFloat16) | type_bit(FloatType::kFloat16)};
 
 }  // namespace int4moe

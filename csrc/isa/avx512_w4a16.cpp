@@ -127,7 +127,7 @@ struct Float {
         avx512::accumulate, TYPES                                                                            \
   }
 
-// On a CPU with AMX this is also what float32 activations take: tiles would round them to bfloat16.
+// On a CPU with AMX this is also what float32 activations take: tiles have integers of 16 bits.
 extern const Kernels kAvx512W4A16, kAmxFloatW4A16;
 const Kernels kAvx512W4A16 = INT4MOE_ROW("avx512", kAvx512, 7);
 const Kernels kAmxFloatW4A16 = INT4MOE_ROW("amx", kAvx512 | kAmxTile, type_bit(FloatType::kFloat32));

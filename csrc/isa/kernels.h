@@ -62,7 +62,7 @@ struct Kernels {
   void (*accumulate)(float weight, const float* x, const float* bias, float* y, size_t count);
 
   // A bit 1 << FloatType for each type of the layer's activations that the row is meant for. A row that rounds
-  // activations to bfloat16 is for bfloat16 alone.
+  // activations to 16 bits is for those alone.
   uint32_t types = 7;
 };
 

@@ -15,7 +15,7 @@ extern const Kernels kAvx2VnniW4A8;
 extern const Kernels kAvx512Int16W4A16, kAvx512W4A16, kAvx512W4A8;
 #endif
 #ifdef INT4MOE_HAVE_AMX
-extern const Kernels kAmxW4A16, kAmxInt16W4A16, kAmxFloatW4A16, kAmxW4A8;
+extern const Kernels kAmxW4A16, kAmxFloatW4A16, kAmxW4A8;
 #endif
 
 namespace {
@@ -32,7 +32,7 @@ const Kernels* const kTable[] = {
     &kAvx512Int16W4A16, &kAvx512W4A16, &kAvx512W4A8,
 #endif
 #ifdef INT4MOE_HAVE_AMX
-    &kAmxW4A16, &kAmxInt16W4A16, &kAmxFloatW4A16, &kAmxW4A8,
+    &kAmxW4A16, &kAmxFloatW4A16, &kAmxW4A8,
 #endif
     nullptr,
 };

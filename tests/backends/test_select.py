@@ -60,7 +60,7 @@ def test_first_row_that_fits_wins_and_reasons_are_kept():
     choice = select.choose(LINEAR, AVX512, RunConfig())
     assert choice.path == "native/avx512/w4a16"
     assert dict(choice.rejected) == {
-        "native/amx": "this CPU lacks amx_bf16, amx_int8, amx_tile, avx512_bf16",
+        "native/amx": "this CPU lacks amx_int8, amx_tile",
     }
     assert choice.run.isa == "avx512"
 
@@ -105,8 +105,8 @@ def test_forced_slow_backend_is_not_logged(caplog):
         (ODD, RunConfig(), "native", "group_size 24 is no multiple of 16"),
         (LINEAR, RunConfig(), "onednn", "onednn: not installed"),
         (LINEAR, RunConfig(compute="w4a8"), "torch", "computes w4a16, not w4a8"),
-        (LINEAR, RunConfig(isa="amx"), "native", "isa amx is asked for and this CPU lacks amx_bf16, "),
-        (LINEAR, RunConfig(isa="amx"), "auto", "isa amx is asked for and this CPU lacks amx_bf16, "),
+        (LINEAR, RunConfig(isa="amx"), "native", "isa amx is asked for and this CPU lacks amx_int8, "),
+        (LINEAR, RunConfig(isa="amx"), "auto", "isa amx is asked for and this CPU lacks amx_int8, "),
         (LINEAR, RunConfig(), "fast", "unknown backend 'fast'; known: auto, native, ipex, onednn, torch, reference"),
     ],
 )

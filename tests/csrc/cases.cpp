@@ -118,9 +118,7 @@ int segment_columns(const Kernels& k, bool heavy_tails) {
 Meant meant_for(const Kernels& k) {
   if (is_w4a8(k)) return {FloatType::kFloat32, 1.5e-2};
   if (k.types & type_bit(FloatType::kFloat32)) return {FloatType::kFloat32, 4e-6};
-  // 16-bit activations, before the result is rounded to 16 bits.
-  if (k.types & type_bit(FloatType::kFloat16)) return {FloatType::kFloat16, 1e-4};
-  return {FloatType::kBFloat16, 1e-4};
+  return {FloatType::kFloat16, 1e-4};  // 16-bit activations, before the result is rounded to 16 bits
 }
 
 std::string row_name(const Kernels& k) {

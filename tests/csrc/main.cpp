@@ -3,7 +3,7 @@
 #include <cstdio>
 #include <cstring>
 #include <string>
-#include <utility>
+#include <tuple>
 #include <vector>
 
 #include "cases.h"
@@ -97,15 +97,14 @@ int run(const Options& o) {
     test_one(**k, o.quick);
     ++rows;
   }
-  for (const auto& pair : {std::pair{"avx512", "amx"}, std::pair{"avx2", "avx2_vnni"}}) {
-    const Kernels* one = find_kernels(pair.first, "w4a8", FloatType::kFloat32, cpu_features());
-    const Kernels* other = find_kernels(pair.second, "w4a8", FloatType::kFloat32, cpu_features());
-    if (one && other) test_same_bits(*one, *other);
+  // Rows that compute the same integers. W4A16 on 16-bit activations does so in every row that has the instructions for it.
+  for (const auto& [one, other, compute, type] :
+       {std::tuple{"avx512", "amx", "w4a8", FloatType::kFloat32}, std::tuple{"avx2", "avx2_vnni", "w4a8", FloatType::kFloat32},
+        std::tuple{"avx512", "amx", "w4a16", FloatType::kBFloat16}, std::tuple{"avx2", "avx512", "w4a16", FloatType::kBFloat16}}) {
+    const Kernels* a = find_kernels(one, compute, type, cpu_features());
+    const Kernels* b = find_kernels(other, compute, type, cpu_features());
+    if (a && b && a->types == b->types) test_same_bits(*a, *b);
   }
-  const Kernels* narrow = find_kernels("avx2", "w4a16", FloatType::kBFloat16, cpu_features());
-  const Kernels* wide = find_kernels("avx512", "w4a16", FloatType::kBFloat16, cpu_features());
-  // Where the wide row computes on int16 activations too (it needs VNNI for that).
-  if (narrow && wide && narrow->types == wide->types) test_same_bits(*narrow, *wide);
   std::printf("%d rows tested, %d skipped, %ld checks, %ld failed\n", rows, skipped, counts().checks, counts().failures);
   return counts().failures ? 1 : 0;
 }

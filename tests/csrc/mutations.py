@@ -45,10 +45,13 @@ MUTATIONS = (
     Mutation("avx512_common.h", "_mm512_set1_ps(1.0f / 24)", "_mm512_set1_ps(1.0f / 23)", "avx512"),
     Mutation("w4a8_rows512.h", "127.0f / largest", "126.0f / largest", "avx512"),
     Mutation("w4a8_rows512.h", "m.heavy_tails ? 8 : 16", "m.heavy_tails ? 16 : 16", "avx512"),
-    Mutation("amx_w4a16.cpp", "_tile_dpbf16ps(3, 5, 7)", "_tile_dpbf16ps(3, 5, 6)", "amx"),
-    Mutation("amx_w4a8.cpp", "_mm512_slli_epi32(sum, 7)", "_mm512_slli_epi32(sum, 6)", "amx"),
-    Mutation("amx_common.h", "{index++, g, l,", "{g, g, l,", "amx"),
-    Mutation("amx_common.h", "_tile_stored(2, sums[2], 64)", "_tile_stored(1, sums[2], 64)", "amx"),
+    Mutation("int16_rows512.h", "32767.0f / largest", "32766.0f / largest", "avx512"),
+    Mutation("amx_w4a16.cpp", "0u - 15u * sum", "0u - 14u * sum", "amx"),
+    Mutation("amx_w4a16.cpp", "_mm512_slli_epi32(codes, 15)", "_mm512_slli_epi32(codes, 14)", "amx"),
+    Mutation("amx_w4a8.cpp", "_mm512_slli_epi32(codes, 7)", "_mm512_slli_epi32(codes, 6)", "amx"),
+    Mutation("amx_common.h", "{index_++, group_,", "{group_, group_,", "amx"),
+    Mutation("amx_common.h", "_tile_stored(2, sums + second, 64)", "_tile_stored(1, sums + second, 64)", "amx"),
+    Mutation("amx_run.h", "if (before->count && before->blocks != now->blocks)", "if (false)", "amx"),
 )
 
 

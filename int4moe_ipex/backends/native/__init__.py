@@ -4,7 +4,8 @@ The packed layout does not depend on the instruction set. Rows (instruction set,
 the core checks the CPU again before it runs one.
 
 W4A16 multiplies float32 activations in float32. Activations of 16 bits become int16 with one scale per token and group
-(finer than their own rounding) where that is faster, and sums within a group are exact; `csrc/isa/avx2_int16.cpp`.
+(finer than their own rounding), and sums within a group are exact, so that rows of AVX2, AVX-512 VNNI and AMX agree to
+the bit; `csrc/isa/avx2_int16.cpp`, `csrc/isa/int16_rows512.h`.
 
 W4A8 makes activations int8 with one scale per token and segment of a group: 32 columns, on AVX-512 and AMX 128 and for
 down 64 (its input has heavier tails), which keeps the relative error of a layer below 1.5e-2; `csrc/isa/avx2_w4a8.cpp`,
