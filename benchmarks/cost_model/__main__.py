@@ -1,17 +1,20 @@
 """Predicted rates of the AVX-512 and AMX kernels on Xeons, from the compiled code: writes benchmarks/cost_model.md.
 
 `python -m benchmarks.cost_model [BUILD]`, where BUILD is a build folder of CMake with the object files (default
-build/xeon, which tools/ci-xeon.sh makes). Needs objdump and llvm-mca of LLVM 17 or later (apt-get install llvm-19).
+build/xeon, which tools/ci-xeon.sh makes). Needs g++, objdump, llvm-mca of LLVM 17 or later (apt-get install llvm-19),
+and a CPU with AVX-512 VNNI, on which the AMX kernels are followed; a few minutes.
 """
 
 from __future__ import annotations
 
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.cost_model import amx
+from benchmarks.cost_model import actions, amx
 from benchmarks.cost_model.loops import cycles, functions, innermost_loops
+from benchmarks.cost_model.trace import Tracer
 
 ROOT = Path(__file__).parents[2]
 CPUS = ("icelake-server", "sapphirerapids")
@@ -37,6 +40,7 @@ KERNELS = (
     Kernel("avx512_int16", "W4A16 16-bit (int16, VNNI)", r"vpdpwssd", 4),
     Kernel("avx512_w4a8", "W4A8 (int8, VNNI)", r"vpdpbusd", 2),
 )
+TILE_TABLE = {"product": actions.PRODUCT, "load": actions.TILE_LOAD, "store": actions.TILE_STORE}
 TILES = ((4, 1), (4, 4), (2, 12))  # blocks, tokens: one token, the middle, many tokens
 
 
@@ -68,23 +72,40 @@ def vector_rows(build: Path) -> list[str]:
     return rows
 
 
+def amx_fields(build: Path) -> dict[str, str]:
+    """What the template says of AMX."""
+    with tempfile.TemporaryDirectory() as folder:
+        tracer = Tracer(build, Path(folder))
+        layers = {(c, t): amx.layer(tracer, c, t) for c in amx.NAMES for t in amx.TOKENS}
+        target, w4a8 = layers["w4a16", 64], layers["w4a8", 64]
+        groups = {group: amx.layer(tracer, "w4a16", group=group) for group in (32, 64)}
+        zeros = amx.layer(tracer, "w4a16", zeros=True)
+        fine = (amx.predict(tracer, amx.replace(amx.UP, compute="w4a8", heavy_tails=True)), w4a8[1])
+        few = [row for compute in amx.NAMES for row in amx.few_tokens(tracer, compute)]
+    shares = [amx.layer_share(*target, core) for core in range(len(amx.CORES))]
+    return {
+        "amx": "\n".join(part.row(GHZ) for parts in layers.values() for part in parts),
+        "few": "\n".join(few),
+        "share": f"{shares[0]:.0%}",
+        "share_in_place": f"{shares[1]:.0%}",
+        "share_small": f"{shares[2]:.0%}",
+        "share_worst": f"{shares[3]:.0%}",
+        "apart": f"{3 / sum(n / part.share(part.apart) for n, part in zip((2, 1), target)):.0%}",
+        "share_zeros": f"{amx.layer_share(*zeros):.0%}",
+        "layer_w4a16": f"{amx.layer_rate(*target, GHZ):.0f}",
+        "layer_w4a8": f"{amx.layer_rate(*w4a8, GHZ):.0f}",
+        "layer_fine": f"{amx.layer_rate(*fine, GHZ):.0f}",
+        **{f"layer_g{group}": f"{amx.layer_rate(*parts, GHZ):.0f}" for group, parts in groups.items()},
+        **{name: str(pair[0]) for name, pair in TILE_TABLE.items()},
+        **{f"{name}_latency": str(pair[1]) for name, pair in TILE_TABLE.items()},
+    }
+
+
 def main(arguments: list[str]) -> None:
     build = ROOT / (arguments[0] if arguments else "build/xeon")
     template = (Path(__file__).parent / "template.md").read_text()
-    segments, fine = amx.segments(object_file(build, "amx_w4a16"), object_file(build, "amx_w4a8"), GROUP)
-    at_target = [s for s in segments if s.tokens == 64 and s.what.startswith("W4A16")]
     filled = template.format(
-        ghz=GHZ,
-        group=GROUP,
-        group_cycles=GROUP_CYCLES,
-        vector="\n".join(vector_rows(build)),
-        amx="\n".join(s.row(GHZ) for s in segments),
-        beside=f"{min(s.beside for s in at_target):.0%}",
-        layer_w4a16=f"{amx.layer_rate(segments, 'W4A16 (bfloat16)', 64, GHZ):.0f}",
-        layer_w4a8=f"{amx.layer_rate(segments, 'W4A8 (int8)', 64, GHZ):.0f}",
-        layer_fine=f"{amx.layer_rate(fine, 'W4A8 (int8)', 64, GHZ):.0f}",
-        apart=f"{min(s.apart for s in at_target):.0%} to {max(s.apart for s in at_target):.0%}",
-        **amx.TABLE,
+        ghz=GHZ, group=GROUP, group_cycles=GROUP_CYCLES, vector="\n".join(vector_rows(build)), **amx_fields(build)
     )
     target = ROOT / "benchmarks/cost_model.md"
     target.write_text(filled)

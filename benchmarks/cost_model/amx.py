@@ -1,139 +1,97 @@
-"""The AMX kernels: tile instructions by Intel's table, the vector loops around them by llvm-mca."""
+"""What the AMX kernels are predicted to give: calls as the layer makes them, followed and simulated."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 
-from benchmarks.cost_model.loops import Loop, cycles, functions, innermost_loops
+from benchmarks.cost_model.actions import PRODUCT
+from benchmarks.cost_model.pipeline import Core, Step, simulate
+from benchmarks.cost_model.trace import Call, Tracer
 
-# Cycles: Intel 64 and IA-32 Architectures Optimization Reference Manual, the chapter on AMX (Sapphire Rapids).
-TABLE = {"product": 16, "product_latency": 52, "load": 8, "load_latency": 45, "store": 16}
-CPU = "sapphirerapids"
-BLOCK_ROWS, TILE_TOKENS = 16, 16
-
-
-@dataclass(frozen=True)
-class Loops:
-    """Cycles of the vector loops: decoding one line of one block, adding one vector of sums, gathering 64 bytes.
-
-    Attributes:
-        add: where a group begins.
-        more: for a further segment of the group.
-    """
-
-    decode: float
-    add: float
-    gather: float
-    more: float = 0
+BLOCK_ROWS = 16
+TOKENS = (16, 32, 64, 96)
+NAMES = {"w4a16": "W4A16 (16-bit)", "w4a8": "W4A8"}
+# The first is what rates are computed from.
+CORES = (Core(), Core(rename=False), Core(reorder=384), Core(reorder=384, rename=False))
+# Qwen3-30B-A3B: gate and up in blocks of 4 by 2048 columns, down in blocks of 8 by 768.
+UP = Call("w4a16", 64, 4, 2048, 128, gathered=True)
+DOWN = Call("w4a16", 64, 8, 768, 128, heavy_tails=True)
 
 
-def _cheapest(loops: list[Loop], chosen: Callable[[Loop], bool], unit: Callable[[Loop], float]) -> float:
-    """Of the copies that the compiler made of one loop (for one and two blocks or token tiles)."""
-    return min((cycles(loop, CPU) / unit(loop) for loop in loops if chosen(loop)), default=0)
+def is_tile(step: Step) -> bool:
+    return step.mnemonic.startswith(("tile", "tdp"))
 
 
-def measure(binary: Path, is_decode: str, decodes: int, is_add: str, fused: int) -> Loops:
-    """The loops of a kernel by what only they have.
-
-    Args:
-        is_decode: mnemonics of decoding, `decodes` of them for one line.
-        is_add: a mnemonic that occurs once for each vector of sums that is added, with `fused` multiply-adds where a
-            group begins and one less in its further segments.
-    """
-    loops = [loop for code in functions(binary).values() if code for loop in innermost_loops(code)]
-    vector = [loop for loop in loops if loop.count(r"v.*") and not loop.count(r"td.*")]
-
-    def adds(fused_each: int) -> float:
-        return _cheapest(
-            vector,
-            lambda x: x.count(is_add) > 0 and x.count(r"vfn?madd.*ps") == fused_each * x.count(is_add),
-            lambda x: x.count(is_add),
-        )
-
-    return Loops(
-        decode=_cheapest(vector, lambda x: x.count(is_decode) >= decodes, lambda x: x.count(is_decode) / decodes),
-        add=adds(fused),
-        more=adds(fused - 1),
-        gather=_cheapest(
-            vector,
-            lambda x: x.count(r"v.*") == x.count(r"vmovdq.*") and x.count("vmovdqu64") > 0,
-            lambda x: x.count(r"v.*") / 2,
-        ),
-    )
+def one_after_the_other(followed: list[Step]) -> int:
+    """Cycles if tile instructions ran beside no others, nor those of a set of sums beside those of the next."""
+    cycles = simulate([s for s in followed if not is_tile(s)], CORES[0])
+    sums: list[Step] = []
+    for step in filter(is_tile, followed):
+        if step.mnemonic == "tilezero" and sums and sums[-1].mnemonic == "tilestored":
+            cycles += simulate(sums, CORES[0])
+            sums = []
+        sums.append(step)
+    return cycles + simulate(sums, CORES[0])
 
 
 @dataclass(frozen=True)
-class Segment:
-    """A group of two blocks for all tokens of an expert: cycles of its parts, and what they give."""
+class Predicted:
+    """A call with its cycles on each of CORES, and with nothing of it beside anything else (`apart`)."""
 
-    what: str
-    tokens: int
-    gathered: bool
-    group: int
-    products: float
-    tile: float
-    vector: float
+    call: Call
+    instructions: int
+    products: int
+    cycles: tuple[int, ...]
+    apart: int
 
-    @property
-    def apart(self) -> float:
-        """Share of the tile peak when vector instructions never run beside the tile unit."""
-        return self.products / (self.tile + self.vector)
-
-    @property
-    def beside(self) -> float:
-        """Share of the tile peak when they do."""
-        return self.products / max(self.tile, self.vector)
+    def share(self, cycles: int) -> float:
+        """Of the time in which the tile unit works."""
+        return self.products * PRODUCT[0] / cycles
 
     def rate(self, ghz: float) -> float:
-        """GFLOP/s of a core when vector instructions run beside the tile unit."""
-        return 4 * BLOCK_ROWS * self.group * self.tokens * ghz / max(self.tile, self.vector)
+        """GFLOP/s of a core."""
+        return 2 * BLOCK_ROWS * self.call.blocks * self.call.columns * self.call.tokens * ghz / self.cycles[0]
 
     def row(self, ghz: float) -> str:
-        codes = 2 * BLOCK_ROWS * self.group
-        seconds = max(self.tile, self.vector) / ghz
+        read = BLOCK_ROWS * self.call.blocks * self.call.columns / 2 * ghz / self.cycles[0]
+        shares = " | ".join(f"{self.share(n):.0%}" for n in (*self.cycles, self.apart))
+        part = "down" if self.call.heavy_tails else "gate, up"
+        per_product = self.instructions / self.products
         return (
-            f"| {self.what} | {self.tokens} | {'yes' if self.gathered else 'no'} | {self.products} | {self.tile:.0f} "
-            f"| {self.vector:.0f} | {self.apart:.0%} | {self.beside:.0%} | {self.rate(ghz):.0f} "
-            f"| {codes / 2 / seconds:.1f} |"
+            f"| {NAMES[self.call.compute]} | {part} | {self.call.tokens} | {per_product:.0f} | {shares} "
+            f"| {self.rate(ghz):.0f} | {read:.1f} |"
         )
 
 
-def segments(w4a16: Path, w4a8: Path, group: int) -> tuple[list[Segment], list[Segment]]:
-    """For 16, 32, 64 and 96 tokens of one expert; gathered (gate and up) or not (down).
-
-    Returns:
-        What the kernels do, and W4A8 as it would be with segments of 64 columns in gate and up as well.
-    """
-    bfloat16 = measure(w4a16, "vpternlog[dq]", 3, "vfnmadd.*ps", 2)
-    int8 = measure(w4a8, "vpaddb", 2, "vcvtdq2ps", 2)
-    cases = [(tokens, gathered) for tokens in (16, 32, 64, 96) for gathered in (True, False)]
-    wide = [segment("W4A16 (bfloat16)", bfloat16, 32, tokens, gathered, group) for tokens, gathered in cases]
-    name, fine = "W4A8 (int8)", group // 64
-    done = [segment(name, int8, 64, tokens, gathered, group, 1 if gathered else fine) for tokens, gathered in cases]
-    return wide + done, [segment(name, int8, 64, tokens, gathered, group, fine) for tokens, gathered in cases]
+def predict(tracer: Tracer, call: Call) -> Predicted:
+    followed = tracer.steps(call)
+    products = sum(s.mnemonic.startswith("tdp") for s in followed)
+    cycles = tuple(simulate(followed, core) for core in CORES)
+    return Predicted(call, len(followed), products, cycles, one_after_the_other(followed))
 
 
-def layer_rate(found: list[Segment], what: str, tokens: int, ghz: float) -> float:
-    """GFLOP/s of gate, up and down together."""
-    up, down = (next(s for s in found if (s.what, s.tokens, s.gathered) == (what, tokens, g)) for g in (True, False))
+def layer(tracer: Tracer, compute: str, tokens: int = 64, **changes) -> tuple[Predicted, Predicted]:
+    """(up, down) of a layer; gate is as up."""
+    return tuple(predict(tracer, replace(part, compute=compute, tokens=tokens, **changes)) for part in (UP, DOWN))
+
+
+def layer_rate(up: Predicted, down: Predicted, ghz: float) -> float:
+    """GFLOP/s of gate, up and down together, which are as large as each other."""
     return 3 / (2 / up.rate(ghz) + 1 / down.rate(ghz))
 
 
-def segment(what: str, loops: Loops, columns: int, tokens: int, gathered: bool, group: int, parts: int = 1) -> Segment:
-    """`columns`: of one tile of weights; `parts`: segments of the group, each with sums of its own."""
-    steps = group // parts // columns
-    token_tiles = tokens // TILE_TOKENS
-    products = 2 * steps * token_tiles * TABLE["product"]
-    # Passes of up to two token tiles; between two passes nothing of the tile unit is assumed to overlap.
-    passes = -(-token_tiles // 2)
-    sums = 2 * token_tiles
-    exposed = passes * (TABLE["load_latency"] + TABLE["product_latency"]) + sums * TABLE["store"]
-    # Fewer than four independent sums wait for each other's latency.
-    sums_of_pass = [2 * min(2, token_tiles - 2 * p) for p in range(passes)]
-    waiting = sum(max(0, TABLE["product_latency"] - n * TABLE["product"]) * steps for n in sums_of_pass)
-    tile = parts * (products + exposed + waiting)
-    vector = 2 * (group / 8) * loops.decode + sums * TILE_TOKENS * (loops.add + (parts - 1) * loops.more)
-    vector += tokens * parts * steps * loops.gather if gathered else 0
-    return Segment(what, tokens, gathered, group, parts * products, tile, vector)
+def layer_share(up: Predicted, down: Predicted, core: int = 0) -> float:
+    """Of the tile peak over gate, up and down."""
+    shares = [part.share(part.cycles[core]) for part in (up, down)]
+    return 3 / (2 / shares[0] + 1 / shares[1])
+
+
+def few_tokens(tracer: Tracer, compute: str) -> list[str]:
+    """Cycles of the vector kernel for 2 to 8 tokens and of tiles, which take over at 5, for up."""
+    rows = []
+    for tokens in (2, 4, 5, 8):
+        call = replace(UP, compute=compute, tokens=tokens)
+        vector = simulate(tracer.steps(replace(call, isa="avx512")), CORES[0])
+        tiles = f"{simulate(tracer.steps(call), CORES[0])}" if tokens > 4 else "-"
+        rows.append(f"| {NAMES[compute]} | {tokens} | {vector} | {tiles} |")
+    return rows
