@@ -79,8 +79,9 @@ struct Tiles {
 
 // --- tiles of B blocks by M tokens
 
-// How a row cuts its work. K::tile<B, M>(matrix, block, rows, out, out_stride, next) computes B blocks for M tokens:
-// 4 blocks for up to 5 tokens, 2 for up to 12, as many independent sums as the 32 registers hold.
+// How a row cuts its work. K::tile<B, M>(matrix, block, rows, out, out_stride, next) computes B blocks for M tokens, and
+// K::blocks(M) says how many: at most 4 for up to 5 tokens and 2 for up to 12, as many independent sums as the 32 registers
+// hold. With few tokens one block at a time is faster, as memory is then read in one stream.
 constexpr int kTile = 12;
 
 template <class K>
@@ -113,7 +114,7 @@ struct Tiled {
                        const uint8_t* next) {
     const Tiles tiles(rows.count, kTile);
     for (int i = 0; i < tiles.tiles; ++i) {
-      const int from = tiles.start(i), tokens = tiles.start(i + 1) - from, most = tokens > 5 ? 2 : 4;
+      const int from = tiles.start(i), tokens = tiles.start(i + 1) - from, most = K::blocks(tokens);
       const uint8_t* x[kTile];
       for (int t = 0; t < tokens; ++t) x[t] = rows.at(from + t);
       for (int b = 0, step; b < blocks; b += step) {
@@ -130,15 +131,17 @@ struct Tiled {
   }
 };
 
-// Where to prefetch while line l of a block is read: kAhead further on, and for the last lines in `next`.
+// Where to prefetch while line l of `streams` blocks side by side is read: kAhead further on in the order of reading, which
+// for the last lines is in `next`.
 struct Ahead {
   int switch_line;
-  ptrdiff_t jump;
+  ptrdiff_t same, jump;
 
-  INT4MOE_INLINE Ahead(const Matrix& m, const uint8_t* codes, const uint8_t* next)
-      : switch_line(m.lines - int(kAhead / kLineBytes)),
+  INT4MOE_INLINE Ahead(const Matrix& m, const uint8_t* codes, const uint8_t* next, int streams = 1)
+      : switch_line(m.lines - int(kAhead / kLineBytes) / streams),
+        same(kAhead / streams),
         jump(next ? next - codes - ptrdiff_t(switch_line) * kLineBytes : 0) {}
-  INT4MOE_INLINE ptrdiff_t operator()(int line) const { return line < switch_line ? kAhead : jump; }
+  INT4MOE_INLINE ptrdiff_t operator()(int line) const { return line < switch_line ? same : jump; }
 };
 
 // --- elementwise

@@ -43,6 +43,8 @@ INT4MOE_INLINE void pairs(const __m512i (&line)[B], const uint8_t* const (&x)[M]
 }
 
 struct Int16 {
+  static constexpr int blocks(int tokens) { return tokens > 5 ? 2 : tokens > 2 ? 4 : 1; }
+
   template <int B, int M>
   static void tile(const Matrix& m, int block, const uint8_t* const* rows, float* out, size_t out_stride,
                    const uint8_t* next) {
@@ -54,7 +56,7 @@ struct Int16 {
     }
     const uint8_t* x[M];
     for (int t = 0; t < M; ++t) x[t] = rows[t];
-    const Ahead fetch(m, codes[0], next);
+    const Ahead fetch(m, codes[0], next, B);
     size_t tail = int16_values_bytes(m);
     bool fresh = true;
     for (int g = 0, l = 0; g < m.groups; ++g) {

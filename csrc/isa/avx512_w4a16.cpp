@@ -70,6 +70,8 @@ INT4MOE_INLINE void nibbles(const __m512i (&line)[B], const float* const (&x)[M]
 }
 
 struct Float {
+  static constexpr int blocks(int tokens) { return tokens > 5 ? 2 : tokens > 1 ? 4 : 1; }
+
   template <int B, int M>
   static void tile(const Matrix& m, int block, const uint8_t* const* rows, float* out, size_t out_stride, const uint8_t* next) {
     const uint8_t *codes[B], *scales[B], *zeros[B];
@@ -81,7 +83,7 @@ struct Float {
     const float* x[M];
     for (int t = 0; t < M; ++t) x[t] = reinterpret_cast<const float*>(rows[t]);
     const size_t sums_at = size_t(m.lines) * kLineColumns;
-    const Ahead fetch(m, codes[0], next);
+    const Ahead fetch(m, codes[0], next, B);
 
     const int group_lines = m.group_lines();
     for (int g = 0, l = 0; g < m.groups; ++g) {

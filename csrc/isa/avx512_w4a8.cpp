@@ -32,6 +32,8 @@ INT4MOE_INLINE void add(const Matrix& m, const uint8_t* const (&scales)[B], cons
 }
 
 struct Int8 {
+  static constexpr int blocks(int tokens) { return tokens > 5 ? 2 : 1; }
+
   template <int B, int M>
   static void tile(const Matrix& m, int block, const uint8_t* const* rows, float* out, size_t out_stride, const uint8_t* next) {
     const uint8_t *codes[B], *scales[B], *zeros[B];
@@ -42,7 +44,7 @@ struct Int8 {
     }
     const uint8_t* x[M];
     for (int t = 0; t < M; ++t) x[t] = rows[t];
-    const Ahead fetch(m, codes[0], next);
+    const Ahead fetch(m, codes[0], next, B);
     const __m512i mask = _mm512_set1_epi8(15);
 
     const int group_lines = m.group_lines(), segment_lines = w4a8_segment_lines(m);
