@@ -27,21 +27,25 @@ GROUP_CYCLES = 3
 
 @dataclass(frozen=True)
 class Kernel:
-    """A row's inner loop: `dots` instructions named `dot` for one line of one block and one token."""
+    """A row's inner loop: `dots` instructions named `dot` for one line of one block and one token.
+
+    Attributes:
+        tiles: (blocks, tokens) of a call with one token, with some, and with many.
+    """
 
     file: str
     what: str
     dot: str
     dots: int
+    tiles: tuple[tuple[int, int], ...]
 
 
 KERNELS = (
-    Kernel("avx512_w4a16", "W4A16 float32", r"vfmadd231ps", 8),
-    Kernel("avx512_int16", "W4A16 16-bit (int16, VNNI)", r"vpdpwssd", 4),
-    Kernel("avx512_w4a8", "W4A8 (int8, VNNI)", r"vpdpbusd", 2),
+    Kernel("avx512_w4a16", "W4A16 float32", r"vfmadd231ps", 8, ((1, 1), (4, 4), (2, 12))),
+    Kernel("avx512_int16", "W4A16 16-bit (int16, VNNI)", r"vpdpwssd", 4, ((1, 1), (4, 4), (2, 12))),
+    Kernel("avx512_w4a8", "W4A8 (int8, VNNI)", r"vpdpbusd", 2, ((1, 1), (1, 4), (2, 12))),
 )
 TILE_TABLE = {"product": actions.PRODUCT, "load": actions.TILE_LOAD, "store": actions.TILE_STORE}
-TILES = ((4, 1), (4, 4), (2, 12))  # blocks, tokens: one token, the middle, many tokens
 
 
 def object_file(build: Path, name: str) -> Path:
@@ -55,7 +59,7 @@ def vector_rows(build: Path) -> list[str]:
     rows = []
     for kernel in KERNELS:
         code = functions(object_file(build, kernel.file))
-        for blocks, tokens in TILES:
+        for blocks, tokens in kernel.tiles:
             body = next(c for name, c in code.items() if f"tile<{blocks}, {tokens}>" in name)
             loop = max(innermost_loops(body), key=lambda found: found.count(kernel.dot))
             lines = loop.count(kernel.dot) / (kernel.dots * blocks * tokens)
