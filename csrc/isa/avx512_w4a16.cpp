@@ -70,7 +70,7 @@ INT4MOE_INLINE void nibbles(const __m512i (&line)[B], const float* const (&x)[M]
 }
 
 struct Float {
-  static constexpr int blocks(int tokens) { return tokens > 5 ? 2 : tokens > 1 ? 4 : 1; }
+  static constexpr int blocks(int tokens) { return tokens > 5 ? 2 : 4; }
 
   template <int B, int M>
   static void tile(const Matrix& m, int block, const uint8_t* const* rows, float* out, size_t out_stride, const uint8_t* next) {
