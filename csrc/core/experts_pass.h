@@ -108,7 +108,7 @@ class ExpertsPass {
       const int used = ceil_div(count, size), tokens = std::min(size, count);
       most_tokens = std::max(most_tokens, tokens);
       for (int b = 0, blocks; b < up_.blocks; b += blocks) {
-        blocks = share(left / (tokens + 2), up_.blocks - b, kExpertsItemTokens * kExpertsItemBlocks / tokens);
+        blocks = fair_share(left / (tokens + 2), up_.blocks - b, kExpertsItemTokens * kExpertsItemBlocks / tokens, a_.threads);
         for (int p = 0; p < used; ++p) {
           items_.push_back({e, chunks_ + p, first + p * size, std::min(size, count - p * size), b, blocks});
         }
@@ -122,19 +122,12 @@ class ExpertsPass {
     const int room = kExpertsDownBlocks * (kExpertsItemTokens + tokens_) / (most_tokens + tokens_);
     for (int b = 0, blocks; b < down_.blocks; b += blocks) {
       const int rest = down_.blocks - b;
-      blocks = tokens_ > kExpertsFewTokens ? std::min(fixed, rest) : share(rest, rest, room);
+      blocks = tokens_ > kExpertsFewTokens ? std::min(fixed, rest) : fair_share(rest, rest, room, a_.threads);
       items_.push_back({-1, 0, 0, 0, b, blocks});
     }
   }
 
   int count_of(int expert) const { return work_.first[size_t(expert) + 1] - work_.first[size_t(expert)]; }
-
-  // Blocks of the next item, where `left` of that kind would be all the work that is left, and `rest` may be joined.
-  int share(int64_t left, int rest, int most) const {
-    const int64_t fair = left / (kShares * a_.threads);
-    const int blocks = int(std::max<int64_t>(1, std::min<int64_t>({fair, most, rest})));
-    return ceil_div(rest, ceil_div(rest, blocks));  // no small one at the end of an expert
-  }
 
   const uint8_t* token_row(int token) const {
     const size_t bytes = a_.type == FloatType::kFloat32 ? 4 : a_.type == FloatType::kFloat64 ? 8 : 2;

@@ -6,6 +6,7 @@
 #include <memory>
 #include <mutex>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "core/barrier.h"
@@ -19,8 +20,10 @@ class Pool {
   void run(int threads, TeamFunction fn, void* arg) {
     std::lock_guard<std::mutex> one(region_);
     while (int(workers_.size()) < threads - 1) {
-      workers_.push_back(std::make_unique<Worker>());
-      std::thread([this, worker = workers_.back().get()] { serve(*worker); }).detach();
+      auto worker = std::make_unique<Worker>();
+      workers_.reserve(workers_.size() + 1);
+      std::thread([this, at = worker.get()] { serve(*at); }).detach();
+      workers_.push_back(std::move(worker));  // only once it has a thread, which may be refused
     }
     Barrier barrier;
     left_.store(threads - 1);

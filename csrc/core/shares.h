@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstdint>
 
 namespace int4moe {
 
@@ -11,6 +12,12 @@ namespace int4moe {
 constexpr int kShares = 2;
 
 inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+// How many of `rest` to take, at most `most`, where `left` of that kind would be all the work that is left.
+inline int fair_share(int64_t left, int rest, int most, int threads) {
+  const int fair = int(std::max<int64_t>(1, std::min<int64_t>({left / (kShares * threads), most, rest})));
+  return ceil_div(rest, ceil_div(rest, fair));  // no small one at the end
+}
 
 // [first, first + count); nothing is left where count is 0.
 struct Share {
@@ -24,8 +31,7 @@ inline Share take_share(std::atomic<int>& next, const int* ends, int parts, int 
   for (int at = next.load(std::memory_order_relaxed); at < total;) {
     int part = 0;
     while (at >= ends[part]) ++part;
-    const int rest = ends[part] - at, fair = std::max(1, std::min({(total - at) / (kShares * threads), most, rest}));
-    const int count = ceil_div(rest, ceil_div(rest, fair));  // no small one at the end of a part
+    const int count = fair_share(total - at, ends[part] - at, most, threads);
     if (next.compare_exchange_weak(at, at + count, std::memory_order_relaxed)) return {at, count};
   }
   return {total, 0};

@@ -14,7 +14,6 @@ needs_openmp = pytest.mark.skipif(not OPENMP, reason="this torch is built withou
 COUNT = """
 import os, torch
 from int4moe_ipex import _native
-from int4moe_ipex.cpu import detect
 torch.set_num_threads(2)
 torch.ones(1 << 22).add_(1)
 before = len(os.listdir("/proc/self/task"))
