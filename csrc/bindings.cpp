@@ -138,4 +138,5 @@ NB_MODULE(_native, m) {
       .def(nb::init<const PyLayout&, const std::string&, const std::string&>())
       .def("forward", &PyLinear::forward);
   bind_decode(m);
+  bind_guard(m);
 }

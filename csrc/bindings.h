@@ -162,4 +162,7 @@ class PyLinear {
 // Adds the decoder of whole layers to the module (bindings_decode.cpp).
 void bind_decode(nb::module_& m);
 
+// Adds what notices that a model has changed (bindings_guard.cpp).
+void bind_guard(nb::module_& m);
+
 }  // namespace int4moe

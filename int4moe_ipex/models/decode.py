@@ -56,7 +56,7 @@ def timed(model: nn.Module) -> Iterator[dict[str, float] | None]:
     """
     inner = next((m for m in model.modules() if isinstance(m, FusedDecoder)), None)
     plan = None if inner is None else inner.plan()
-    if plan is None or plan.decoder is None or plan.is_hooked():
+    if plan is None or plan.decoder is None or plan.watched:
         yield None
         return
     seconds: dict[str, float] = {}
@@ -126,7 +126,7 @@ class FusedDecoder:
         if columns != 1 or not 0 < rows <= native._native.decode_rows:
             return None
         plan = self.plan()
-        if plan.decoder is None or rows > plan.rows or plan.is_hooked() or not _is_ours(self.config):
+        if plan.decoder is None or rows > plan.rows or plan.watched or not _is_ours(self.config):
             return None
         caches = _caches_of(cache, rows, plan)
         if caches is None:

@@ -29,25 +29,28 @@ BLOCKS = {"Qwen3MoeSparseMoeBlock", "MixtralSparseMoeBlock"}
 ASK_AGAIN = 64  # steps through the modules after which a model that was unfit is looked at again
 
 
+# How torch (since 2.10) describes a tensor to other libraries in one call.
+EXCHANGE = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+FITS, WATCHED, CHANGED = range(3)  # what a guard sees (csrc/bindings_guard.cpp)
+
+
 @dataclass
 class Plan:
     """The core's object for a model's layers, and everything that it relies on.
 
     Attributes:
+        guard: the core's, of the objects and values that must stay what they are.
         decoder: None where a layer is of a kind that the core does not know.
         rows: sequences that a step may have.
         layers: of the model; cache_kind: `GrowingLayer.kind` of each of them.
         products: of one token through all layers.
-        children: (a parent's modules, name, the module, its class) that must stay where they are.
-        insides: the attributes of every child.
-        settings: (attributes, name, value) that must stay so.
-        forwards: (a class, its forward).
-        tensors: (a module's parameters, name, address, shape, strides); an address of None says that there is none.
-        packs: (a module, its pack).
-        stack: the layers by name.
+        weights: (a module's parameters, name, address, shape, strides) of those that the guard cannot see.
+        watched: whether at the last look somebody wanted to see a module being called, or had put a forward of his own
+            over a module's.
         asked: how often a plan without a decoder was asked for.
     """
 
+    guard: Any
     decoder: Any = None
     rows: int = 0
     layers: int = 0
@@ -55,13 +58,8 @@ class Plan:
     hidden: int = 0
     head_dim: int = 0
     products: int = 0
-    children: list[tuple[dict, str, nn.Module, type]] = field(default_factory=list)
-    insides: list[dict[str, Any]] = field(default_factory=list)
-    settings: list[tuple[dict, str, Any]] = field(default_factory=list)
-    forwards: list[tuple[type, Any]] = field(default_factory=list)
-    tensors: list[tuple[dict, str, int | None, tuple, tuple]] = field(default_factory=list)
-    packs: list[tuple[nn.Module, Any]] = field(default_factory=list)
-    stack: dict[str, Any] = field(default_factory=dict)
+    weights: list[tuple[dict, str, int, tuple, tuple]] = field(default_factory=list)
+    watched: bool = False
     asked: int = 0
 
     def holds(self) -> bool:
@@ -71,42 +69,22 @@ class Plan:
             self.asked += 1
             if self.asked % ASK_AGAIN == 0:
                 return False
-        if len(self.stack) != self.layers:
-            return False
-        for siblings, name, module, cls in self.children:
-            if siblings.get(name) is not module or module.__class__ is not cls:
-                return False
-        for attributes, name, value in self.settings:
-            if attributes.get(name) != value:
-                return False
-        for parameters, name, address, shape, strides in self.tensors:
-            tensor = parameters.get(name)
-            if tensor is None or address is None:
-                if tensor is not address:
-                    return False
-            elif (
-                tensor.data_ptr() != address
-                or tensor.requires_grad
-                or tensor.dtype is not torch.bfloat16
-                or tensor.shape != shape
-                or tensor.stride() != strides
-            ):
-                return False
-        if any(cls.forward is not forward for cls, forward in self.forwards):
-            return False
-        return all(_packed_of(module) is packed for module, packed in self.packs)
+        seen = self.guard.look()
+        self.watched = seen == WATCHED
+        return seen != CHANGED and all(map(_is_same, self.weights))
 
-    def is_hooked(self) -> bool:
-        """Whether somebody wants to see a module being called, or has put a forward of his own over a module's."""
-        everywhere = nn.modules.module
-        if everywhere._global_forward_hooks or everywhere._global_forward_pre_hooks:
-            return True
-        for own in self.insides:
-            if own["_forward_hooks"] and _watched(own["_forward_hooks"]):
-                return True
-            if "forward" in own or own["_forward_pre_hooks"]:
-                return True
-        return False
+
+def _is_same(weight: tuple[dict, str, int, tuple, tuple]) -> bool:
+    parameters, name, address, shape, strides = weight
+    tensor = parameters.get(name)
+    return (
+        tensor is not None
+        and tensor.data_ptr() == address
+        and not tensor.requires_grad
+        and tensor.dtype is torch.bfloat16
+        and tensor.shape == shape
+        and tensor.stride() == strides
+    )
 
 
 def _watched(hooks: dict[int, Any]) -> bool:
@@ -130,23 +108,39 @@ def _is_its_own(cls: type) -> bool:
 
 def make_plan(model: nn.Module) -> Plan:
     """What `FusedDecoder` needs of this model as it is now."""
-    plan = Plan()
-    plan.stack = model.layers._modules
-    for name, module in model.named_modules():
-        if not name or name in ("embed_tokens", "norm"):  # they are called as ever
-            continue
-        parent, _, child = name.rpartition(".")
-        plan.children.append((model.get_submodule(parent)._modules, child, module, module.__class__))
-        plan.insides.append(vars(module))
-    classes = {cls for _, _, _, cls in plan.children if "forward" in dir(cls)}
-    plan.forwards = [(cls, cls.forward) for cls in classes]
+    plan = Plan(native._native.Guard(_watched, EXCHANGE))
+    classes = _watch_modules(plan.guard, model)
     try:
         for cls in classes:
             _need(cls.forward is _first_forward.setdefault(cls, cls.forward) and _is_its_own(cls))
         _fill(plan, model)
     except _Unknown:
         plan.decoder = None
+    plan.watched = plan.guard.look() == WATCHED
     return plan
+
+
+def _watch_modules(guard: Any, model: nn.Module) -> set[type]:
+    """All modules but those that are called as ever must stay, unwatched; returns their classes."""
+    called = {"embed_tokens", "norm"}
+    found: dict[nn.Module, None] = {}
+    for parent in model.modules():
+        for name, module in parent._modules.items():
+            if module is not None and not (parent is model and name in called):
+                guard.module(parent._modules, name, module)
+                found[module] = None
+    for module in found:
+        own = vars(module)
+        guard.missing(own, "forward")
+        guard.hooks(own, "_forward_hooks")
+        guard.empty(own, "_forward_pre_hooks")
+    for name in ("_global_forward_hooks", "_global_forward_pre_hooks"):
+        guard.empty(vars(nn.modules.module), name)
+    guard.size(model.layers._modules)
+    classes = {type(module) for module in found if hasattr(type(module), "forward")}
+    for cls in classes:
+        guard.forward_of(cls)
+    return classes
 
 
 def _is_theirs(module: nn.Module, names: set[str]) -> bool:
@@ -177,7 +171,7 @@ def _fill(plan: Plan, model: nn.Module) -> None:
 def _keep(plan: Plan, attributes: dict[str, Any], name: str, value: Any) -> None:
     """The plan relies on this attribute, which must have this value."""
     _need(attributes.get(name) == value)
-    plan.settings.append((attributes, name, value))
+    plan.guard.equals(attributes, name, value)
 
 
 def _add_layer(plan: Plan, decoder: Any, layer: nn.Module, widths: tuple[int, int]) -> None:
@@ -202,7 +196,7 @@ def _add_layer(plan: Plan, decoder: Any, layer: nn.Module, widths: tuple[int, in
         *((m, "variance_epsilon", head_eps) for m in head_norms if m is not None),
     ):
         _keep(plan, vars(module), name, value)
-    packed = _few_of(plan, experts, _packed_of(experts), NativeExperts)
+    packed = _experts_pack(plan, experts)
     spec = packed.spec
     _need(router.num_experts == spec.num_experts <= MAX_EXPERTS and spec.hidden_size == hidden)
     plan.products += router.top_k * 3 * hidden * spec.intermediate_size
@@ -232,17 +226,21 @@ def _need(condition: bool) -> None:
         raise _Unknown
 
 
-def _packed_of(module: nn.Module) -> Any:
-    if isinstance(module, Int4Experts):
-        if len(module.packs) != 1 or module.composed or module.packs[0].local is not None:
-            return None
-        return module.packs[0].packed
-    return module.packed
+def _experts_pack(plan: Plan, experts: Int4Experts) -> Any:
+    """The one pack of a layer's experts."""
+    plan.guard.same(vars(experts), "packs", experts.packs)
+    plan.guard.items(experts.packs)
+    plan.guard.size(experts.composed._modules)
+    for pack in experts.packs:
+        plan.guard.same(vars(pack), "local", pack.local)
+    _need(len(experts.packs) == 1 and not experts.composed and experts.packs[0].local is None)
+    return _few_of(plan, experts.packs[0], NativeExperts)
 
 
-def _few_of(plan: Plan, module: nn.Module, packed: Any, kind: type) -> Any:
-    """The native pack that runs this module at one token."""
-    plan.packs.append((module, packed))
+def _few_of(plan: Plan, owner: Any, kind: type) -> Any:
+    """The native pack that runs at one token, of a module or one of its packs."""
+    packed = owner.packed
+    plan.guard.same(vars(owner), "packed", packed)
     if isinstance(packed, PackedByTokens):
         plan.rows = 1
         packed = packed.at(1)[1]
@@ -260,7 +258,10 @@ def _tensor(plan: Plan, module: nn.Module, name: str, shape: tuple[int, ...]) ->
         and tensor.device.type == "cpu"
         and not tensor.requires_grad
     )
-    plan.tensors.append((module._parameters, name, tensor.data_ptr(), tensor.shape, tensor.stride()))
+    if plan.guard.sees_weights():
+        plan.guard.weight(module._parameters, name, tensor._cdata, tensor.untyped_storage()._cdata)
+    else:
+        plan.weights.append((module._parameters, name, tensor.data_ptr(), tensor.shape, tensor.stride()))
     return tensor.data_ptr()
 
 
@@ -275,11 +276,11 @@ def _linear(plan: Plan, module: nn.Module, columns: int, rows: int) -> Any:
     _need((module.in_features, module.out_features) == (columns, rows))
     plan.products += columns * rows
     if type(module) is Int4Linear:
-        packed = _few_of(plan, module, module.packed, NativeLinear)
+        packed = _few_of(plan, module, NativeLinear)
         return native._native.DecodeLinear.int4(packed.handle, packed.address)
     _need(columns % 32 == 0)
     weight = _tensor(plan, module, "weight", (rows, columns))
     if module.bias is not None:
         return native._native.DecodeLinear.dense(weight, _tensor(plan, module, "bias", (rows,)), rows, columns)
-    plan.tensors.append((module._parameters, "bias", None, (), ()))
+    plan.guard.equals(module._parameters, "bias", None)
     return native._native.DecodeLinear.dense(weight, 0, rows, columns)
