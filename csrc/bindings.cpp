@@ -30,12 +30,12 @@ void bind_dense(nb::module_& m) {
   using Strides = std::tuple<int64_t, int64_t, int64_t>;
   m.def("attention", [](int type, int64_t batch, int heads, int kv_heads, int64_t tokens, int64_t keys, int head_dim,
                         int value_dim, uintptr_t q, Strides qs, uintptr_t k, Strides ks, uintptr_t v, Strides vs,
-                        uintptr_t out, float scale, int threads) {
+                        uintptr_t out, float scale, bool avx512, int threads) {
     const auto view = [](uintptr_t p, const Strides& s) {
       return Heads{address<void>(p), {std::get<0>(s), std::get<1>(s), std::get<2>(s)}};
     };
     AttentionArgs a{FloatType(type), batch, heads, kv_heads, tokens, keys, head_dim, value_dim,
-                    view(q, qs), view(k, ks), view(v, vs), address<void>(out), scale};
+                    view(q, qs), view(k, ks), view(v, vs), address<void>(out), scale, avx512};
     nb::gil_scoped_release release;
     attention(a, threads);
   });

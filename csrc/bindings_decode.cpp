@@ -43,7 +43,8 @@ constexpr size_t kNumbers = 6;  // of a cache
 
 class PyDecoder {
  public:
-  PyDecoder(int hidden, int heads, int kv_heads, int head_dim) : shape_{hidden, heads, kv_heads, head_dim} {}
+  PyDecoder(int hidden, int heads, int kv_heads, int head_dim, bool avx512)
+      : shape_{hidden, heads, kv_heads, head_dim, avx512} {}
 
   void add_layer(std::pair<uintptr_t, uintptr_t> norms, float eps, const std::vector<PyDecodeLinear>& qkvo,
                  std::pair<uintptr_t, uintptr_t> head_norms, float head_eps, float scale, uintptr_t router,
@@ -118,7 +119,8 @@ void bind_decode(nb::module_& m) {
       .def_static("int4", &int4_linear)
       .def_static("dense", &dense_linear);
   nb::class_<PyDecoder>(m, "Decoder")
-      .def(nb::init<int, int, int, int>(), nb::arg("hidden"), nb::arg("heads"), nb::arg("kv_heads"), nb::arg("head_dim"))
+      .def(nb::init<int, int, int, int, bool>(), nb::arg("hidden"), nb::arg("heads"), nb::arg("kv_heads"), nb::arg("head_dim"),
+           nb::arg("avx512"))
       .def("add_layer", &PyDecoder::add_layer)
       .def("step", &PyDecoder::step)
       .def("take_seconds", &PyDecoder::take_seconds)

@@ -13,7 +13,7 @@
 #include "core/routing.h"
 #include "core/threads.h"
 #include "core/workspace.h"
-#include "isa/avx2_attention.h"
+#include "isa/attention_kernels.h"
 #include "isa/avx2_dense.h"
 #include "isa/avx2_elementwise.h"
 #include "isa/float_bits.h"
@@ -50,6 +50,13 @@ class Step {
       experts_ = std::max(experts_, l.experts.layout->experts());
       top_k_ = std::max(top_k_, l.top_k);
     }
+    int64_t longest = 0;
+    for (int r = 0; r < a_.rows; ++r) {
+      first_run_[r + 1] = first_run_[r] + int(attention_runs(a_.lengths[r] + 1));
+      longest = std::max(longest, a_.lengths[r] + 1);
+    }
+    run_floats_ = attention_run_floats(one_head(longest));
+    scratch_floats_ = attention_scratch_floats(one_head(longest));
   }
 
   size_t carve(std::byte* base) {
@@ -64,11 +71,15 @@ class Step {
     scores_ = c.take<float>(rows * size_t(top_k_));
     ids_ = c.take<int64_t>(rows * size_t(top_k_));
     counters_ = c.take<std::atomic<int>>(layers_.size() * kPhases);
+    runs_left_ = c.take<std::atomic<int>>(rows * size_t(s_.kv_heads));
+    results_ = c.take<float>(run_floats_ * size_t(first_run_[a_.rows]) * size_t(s_.kv_heads));
     for (int t = 0; t < a_.threads; ++t) {
       Mine m;
       m.hidden = c.take<uint16_t>(rows * size_t(s_.hidden));
       m.normed = c.take<uint16_t>(rows * size_t(s_.hidden));
       m.stage = c.take<float>(std::max(size_t(columns_), rows * size_t(s_.hidden)) + 16);
+      m.query = c.take<uint16_t>(size_t(s_.heads / s_.kv_heads) * s_.head_dim);
+      m.scratch = c.take<float>(scratch_floats_);
       m.out = c.take<float>(rows * kMostBlocks * kBlockRows);
       for (uint8_t*& p : m.prepared) p = c.take<uint8_t>(prepared_bytes_);
       mine_.resize(size_t(a_.threads));
@@ -79,6 +90,7 @@ class Step {
 
   void reset() {
     for (size_t i = 0; i < layers_.size() * kPhases; ++i) new (&counters_[i]) std::atomic<int>(0);
+    for (int i = 0; i < a_.rows * s_.kv_heads; ++i) new (&runs_left_[i]) std::atomic<int>(runs_of(i / s_.kv_heads));
   }
 
   bool failed() const { return failed_; }
@@ -101,8 +113,8 @@ class Step {
 
   // A thread's own: it keeps the hidden states itself, so that adding to them and normalising them needs no barrier.
   struct Mine {
-    uint16_t *hidden, *normed;
-    float *stage, *out;
+    uint16_t *hidden, *normed, *query;
+    float *stage, *out, *scratch;
     uint8_t* prepared[kProjectionsTogether];
   };
 
@@ -134,37 +146,68 @@ class Step {
     normalise(m, l.input_norm, l.eps);
     multiply(m, m.normed, {{&l.q, &l.k, &l.v}, {q_, k_, v_}, 3}, counter(i, kInputs));
     team.barrier();
-    heads(l, a_.caches + i * size_t(a_.rows), counter(i, kHeads));
+    heads(m, l, a_.caches + i * size_t(a_.rows), counter(i, kHeads));
     team.barrier();
     multiply(m, mixed_, {{&l.o}, {added_}, 1}, counter(i, kOutput));
     team.barrier();
     add(m);
   }
 
-  // Rotates, extends the cache and attends, for one sequence and key/value head after the other.
-  void heads(const DecodeLayer& l, const DecodeCache* caches, std::atomic<int>& next) {
-    const int group = s_.heads / s_.kv_heads, n = s_.head_dim;
-    const auto rotate = [&](uint16_t* x, int count, const uint16_t* norm, int row) {
-      const int64_t at = int64_t(row % a_.cos_rows) * n;
-      avx2::rotate_one({FloatType::kBFloat16, 1, count, n, x, a_.cos + at, a_.sin + at, 1, norm, l.head_eps}, 0);
-    };
-    const int tasks = a_.rows * s_.kv_heads;
+  int runs_of(int row) const { return first_run_[row + 1] - first_run_[row]; }
+
+  // One sequence and one key/value head, but for where its queries, keys and values are.
+  AttentionArgs one_head(int64_t keys) const {
+    AttentionArgs a{};
+    a.type = FloatType::kBFloat16;
+    a.batch = a.tokens = a.kv_heads = 1;
+    a.heads = s_.heads / s_.kv_heads;
+    a.keys = keys;
+    a.head_dim = a.value_dim = s_.head_dim;
+    a.avx512 = s_.avx512;
+    return a;
+  }
+
+  void rotate(const DecodeLayer& l, uint16_t* x, int heads, const uint16_t* norm, int row) const {
+    const int64_t at = int64_t(row % a_.cos_rows) * s_.head_dim;
+    avx2::rotate_one({FloatType::kBFloat16, 1, heads, s_.head_dim, x, a_.cos + at, a_.sin + at, 1, norm, l.head_eps}, 0);
+  }
+
+  // Rotates, extends the cache and attends. A task is one sequence, one of its key/value heads and a run of keys.
+  void heads(Mine& m, const DecodeLayer& l, const DecodeCache* caches, std::atomic<int>& next) {
+    const int tasks = first_run_[a_.rows] * s_.kv_heads;
     for (int task; (task = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) {
-      const int row = task / s_.kv_heads, h = task % s_.kv_heads;
-      const DecodeCache& c = caches[row];
-      const int64_t length = a_.lengths[row], first = int64_t(row) * s_.heads * n;
-      rotate(q_ + first + int64_t(h) * group * n, group, l.q_norm, row);
-      uint16_t *key = k_ + int64_t(task) * n, *value = v_ + int64_t(task) * n;
-      rotate(key, 1, l.k_norm, row);
-      std::memcpy(c.keys + h * c.key_stride[0] + length * c.key_stride[1], key, size_t(n) * sizeof(uint16_t));
-      std::memcpy(c.values + h * c.value_stride[0] + length * c.value_stride[1], value, size_t(n) * sizeof(uint16_t));
-      const AttentionArgs alone{FloatType::kBFloat16, 1, s_.heads, s_.kv_heads, 1, length + 1, n, n,
-                                {q_ + first, {0, n, 0}},
-                                {c.keys, {0, c.key_stride[0], c.key_stride[1]}},
-                                {c.values, {0, c.value_stride[0], c.value_stride[1]}},
-                                mixed_ + first, l.scale};
-      avx2::attend(alone, 0, h, 0, 1);
+      int row = 0;
+      while (task >= first_run_[row + 1] * s_.kv_heads) ++row;
+      const int of_row = task - first_run_[row] * s_.kv_heads, runs = runs_of(row);
+      attend(m, l, caches[row], row, of_row / runs, of_row % runs, results_ + run_floats_ * size_t(task));
     }
+  }
+
+  void attend(Mine& m, const DecodeLayer& l, const DecodeCache& c, int row, int head, int run, float* result) {
+    const int group = s_.heads / s_.kv_heads, n = s_.head_dim, runs = runs_of(row), pair = row * s_.kv_heads + head;
+    const int64_t first = (int64_t(row) * s_.heads + int64_t(head) * group) * n, length = a_.lengths[row];
+    uint16_t *keys = c.keys + head * c.key_stride[0], *values = c.values + head * c.value_stride[0];
+    // A copy: other threads may be at other runs of the same heads.
+    std::memcpy(m.query, q_ + first, size_t(group) * n * sizeof(uint16_t));
+    rotate(l, m.query, group, l.q_norm, row);
+    if (run == runs - 1) {  // the new key is in it
+      uint16_t* key = k_ + int64_t(pair) * n;
+      rotate(l, key, 1, l.k_norm, row);
+      std::memcpy(keys + length * c.key_stride[1], key, size_t(n) * sizeof(uint16_t));
+      std::memcpy(values + length * c.value_stride[1], v_ + int64_t(pair) * n, size_t(n) * sizeof(uint16_t));
+    }
+    AttentionArgs a = one_head(length + 1);
+    a.q = {m.query, {0, n, 0}};
+    a.k = {keys, {0, 0, c.key_stride[1]}};
+    a.v = {values, {0, 0, c.value_stride[1]}};
+    a.out = mixed_ + first;
+    a.scale = l.scale;
+    const AttentionKernels& kernels = attention_kernels(a);
+    const int64_t from = run * kAttentionRun;
+    kernels.attend_run(a, 0, 0, from, std::min(a.keys, from + kAttentionRun), result, m.scratch);
+    if (runs_left_[pair].fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+    kernels.join_runs(a, 0, 0, runs, result - run_floats_ * size_t(run), m.scratch);
+    runs_left_[pair].store(runs, std::memory_order_relaxed);  // for the next layer, which begins behind a barrier
   }
 
   void prepare(Mine& m, const DecodeLinear& p, const uint16_t* x, uint8_t* prepared) {
@@ -300,7 +343,10 @@ class Step {
   uint16_t *q_ = nullptr, *k_ = nullptr, *v_ = nullptr, *mixed_ = nullptr, *added_ = nullptr, *logits_ = nullptr;
   float* scores_ = nullptr;
   int64_t* ids_ = nullptr;
-  std::atomic<int>* counters_ = nullptr;
+  std::atomic<int> *counters_ = nullptr, *runs_left_ = nullptr;
+  int first_run_[kDecodeRows + 1] = {};  // of each sequence, counted for one head
+  size_t run_floats_ = 0, scratch_floats_ = 0;
+  float* results_ = nullptr;
   std::vector<Mine> mine_;
   Assignments& work_;
   std::vector<ExpertsItem>& items_;

@@ -41,6 +41,7 @@ struct DecodeLayer {
 
 struct DecodeShape {
   int hidden = 0, heads = 0, kv_heads = 0, head_dim = 0;  // hidden: a multiple of 32; head_dim: of 16
+  bool avx512 = false;  // as in AttentionArgs
 };
 
 // Where one sequence's keys and values of one layer lie: strides in elements by head and token. Room for one more token.

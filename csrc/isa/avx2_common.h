@@ -11,6 +11,7 @@
 #else
 #define INT4MOE_UNROLL _Pragma("GCC unroll 16")
 #endif
+#define INT4MOE_INLINE inline __attribute__((always_inline))
 
 namespace int4moe {
 namespace avx2 {

@@ -3,7 +3,6 @@
 
 #include "isa/avx2_common.h"
 
-#define INT4MOE_INLINE inline __attribute__((always_inline))
 
 namespace int4moe {
 namespace avx2 {

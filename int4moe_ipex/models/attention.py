@@ -28,6 +28,11 @@ def available() -> bool:
     return native._native is not None and native._native.dense_available() and detect().has("avx2")
 
 
+def wide() -> bool:
+    """Whether the kernel shall use AVX-512: this CPU has it, and INT4MOE_MAX_ISA allows it."""
+    return detect().has("avx512")
+
+
 def register() -> None:
     """Makes the name known to transformers; repeating it changes nothing."""
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -105,6 +110,7 @@ def _run(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: f
         value.stride()[:3],
         out.data_ptr(),
         head_dim**-0.5 if scaling is None else scaling,
+        wide(),
         1 if small else torch.get_num_threads(),
     )
     return out

@@ -11,6 +11,7 @@ from torch import nn
 from int4moe_ipex.backends import native
 from int4moe_ipex.backends.by_tokens import PackedByTokens
 from int4moe_ipex.backends.native import NativeExperts, NativeLinear
+from int4moe_ipex.models import attention
 from int4moe_ipex.models.fused import (
     MAX_EXPERTS,
     FusedAttention,
@@ -160,7 +161,7 @@ def _fill(plan: Plan, model: nn.Module) -> None:
     _keep(plan, vars(config), "sliding_window", None)
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     plan.cache_kind = (torch.bfloat16, kv_heads, plan.head_dim) * 2
-    decoder = native._native.Decoder(plan.hidden, heads, kv_heads, plan.head_dim)
+    decoder = native._native.Decoder(plan.hidden, heads, kv_heads, plan.head_dim, attention.wide())
     for index, layer in enumerate(model.layers):
         _need(_is_theirs(layer, LAYERS) and _is_theirs(layer.mlp, BLOCKS))
         _keep(plan, vars(layer.self_attn), "layer_idx", index)

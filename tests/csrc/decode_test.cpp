@@ -6,6 +6,7 @@
 
 #include "cases.h"
 #include "core/attention.h"
+#include "core/cpu_features.h"
 #include "core/decode.h"
 #include "core/dense.h"
 #include "core/elementwise.h"
@@ -20,9 +21,9 @@ using namespace int4moe;
 
 namespace {
 
-constexpr int kHidden = 96, kInner = 56, kHeads = 6, kKvHeads = 2, kHeadDim = 16, kExperts = 5, kTopK = 2, kLayers = 2;
-constexpr int kRoom = 80;
-const int64_t kLengths[] = {70, 3, 64, 1, 63, 70, 9, 2};  // tokens in a sequence's cache; a block of keys has 64
+constexpr int kHidden = 96, kInner = 56, kHeads = 6, kKvHeads = 2, kHeadDim = 32, kExperts = 5, kTopK = 2, kLayers = 2;
+constexpr int kRoom = 320;
+const int64_t kLengths[] = {70, 3, 300, 1, 63, 255, 256, 2};  // tokens in a sequence's cache; keys are in blocks of 64, runs of 256
 constexpr FloatType kType = FloatType::kBFloat16;
 using Words = std::vector<uint16_t>;
 
@@ -74,8 +75,9 @@ struct Model {
   std::vector<Words> words;  // norms, routers and dense weights
   std::vector<DecodeLayer> layers;
   Words cos, sin;
+  bool avx512;
 
-  explicit Model(const Kernels& k) {
+  explicit Model(const Kernels& k) : avx512(k.features & kAvx512) {
     linears.reserve(4 * kLayers);
     experts.reserve(kLayers);
     words.reserve(8 * kLayers);
@@ -150,7 +152,7 @@ void in_one_call(const Model& m, int rows, int threads, State& s) {
     }
   }
   const DecodeArgs args{rows, s.hidden.data(), m.cos.data(), m.sin.data(), 2, caches.data(), kLengths, threads};
-  decode_step({kHidden, kHeads, kKvHeads, kHeadDim}, m.layers, args);
+  decode_step({kHidden, kHeads, kKvHeads, kHeadDim, m.avx512}, m.layers, args);
 }
 
 Words multiply(const DecodeLinear& p, int rows, const Words& x) {
@@ -185,7 +187,7 @@ void one_by_one(const Model& m, int rows, State& s) {
       }
       const int64_t first = int64_t(r) * kHeads * kHeadDim;
       attention({kType, 1, kHeads, kKvHeads, 1, kLengths[r] + 1, kHeadDim, kHeadDim, {q.data() + first, {0, kHeadDim, 0}},
-                 {keys, {0, kStride[1], kStride[2]}}, {values, {0, kStride[1], kStride[2]}}, mixed.data() + first, l.scale}, 1);
+                 {keys, {0, kStride[1], kStride[2]}}, {values, {0, kStride[1], kStride[2]}}, mixed.data() + first, l.scale, m.avx512}, 1);
     }
     add(s.hidden, multiply(l.o, rows, mixed));
 

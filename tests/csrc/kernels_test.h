@@ -16,6 +16,7 @@ void test_elementwise(const int4moe::Kernels& k);
 
 // A whole MoE layer and a linear through the driver, on one and on several threads, against float64.
 void test_layer(const int4moe::Kernels& k);
+void test_attention(const int4moe::Kernels& k);
 void test_decode(const int4moe::Kernels& k);
 
 // Regions of the core's own threads.

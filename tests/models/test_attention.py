@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from int4moe_ipex.cpu import detect
 from int4moe_ipex.models import attention
 
 pytestmark = pytest.mark.skipif(not attention.available(), reason="no native core here, or a CPU without AVX2")
@@ -28,6 +29,14 @@ def exact(q, k, v, scale):
     return F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1, scale=scale).transpose(1, 2)
 
 
+@pytest.fixture(params=["avx2", "avx512"])
+def width(request, monkeypatch):
+    if not detect().has(request.param):
+        pytest.skip(f"this CPU lacks {request.param}, or INT4MOE_MAX_ISA forbids it")
+    monkeypatch.setenv("INT4MOE_MAX_ISA", request.param)
+    assert attention.wide() == (request.param == "avx512")
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("batch", "q_heads", "kv_heads", "tokens", "keys", "dim", "value_dim"),
@@ -39,9 +48,11 @@ def exact(q, k, v, scale):
         (1, 16, 16, 129, 129, 192, 128),
         (1, 128, 1, 3, 3, 8, 16),
         (2, 5, 5, 1, 64, 32, 16),
+        (1, 12, 1, 1, 700, 64, 96),
+        (1, 6, 2, 1, 255, 72, 32),
     ],
 )
-def test_against_float64(dtype, batch, q_heads, kv_heads, tokens, keys, dim, value_dim):
+def test_against_float64(width, dtype, batch, q_heads, kv_heads, tokens, keys, dim, value_dim):
     torch.manual_seed(0)
     q = heads(batch, tokens, q_heads, dim, dtype)
     k, v = heads(batch, keys, kv_heads, dim, dtype, room=3), heads(batch, keys, kv_heads, value_dim, dtype)
@@ -52,9 +63,12 @@ def test_against_float64(dtype, batch, q_heads, kv_heads, tokens, keys, dim, val
     assert float((out.double() - want).norm() / want.norm()) < (2e-6 if dtype is torch.float32 else 3e-3)
 
 
-def test_threads_do_not_change_a_bit():
+@pytest.mark.parametrize("keys", [100, 600])
+def test_threads_do_not_change_a_bit(width, keys):
     torch.manual_seed(1)
-    q, k, v = (heads(2, 100, n, 64, torch.bfloat16) for n in (8, 2, 2))
+    q, k, v = (heads(2, keys, n, 64, torch.bfloat16) for n in (8, 2, 2))
+    if keys == 600:
+        q = q[:, :, -1:]
     before = torch.get_num_threads()
     results = []
     try:

@@ -190,4 +190,4 @@ def test_its_own_clock():
 
 def test_the_core_refuses_caches_that_do_not_fit():
     with pytest.raises(ValueError, match="caches"):
-        native._native.Decoder(32, 2, 2, 16).step(0, 0, 0, 1, [1] * 6, [1], 1)
+        native._native.Decoder(32, 2, 2, 16, False).step(0, 0, 0, 1, [1] * 6, [1], 1)
