@@ -24,7 +24,9 @@ namespace int4moe {
 
 namespace {
 
-constexpr int kMostBlocks = 64;  // of 16 rows, that a thread takes at once
+constexpr int kMostBlocks = 64;  // of 16 rows, that a thread takes at once, for up to
+constexpr int kItemRows = 8;     // sequences; fewer for more
+constexpr int kOwnRows = 2;      // sequences that every thread normalises and prepares for itself, which saves a barrier
 constexpr int kProjectionsTogether = 3;
 
 using Clock = std::chrono::steady_clock;
@@ -73,17 +75,19 @@ class Step {
     counters_ = c.take<std::atomic<int>>(layers_.size() * kPhases);
     runs_left_ = c.take<std::atomic<int>>(rows * size_t(s_.kv_heads));
     results_ = c.take<float>(run_floats_ * size_t(first_run_[a_.rows]) * size_t(s_.kv_heads));
-    for (int t = 0; t < a_.threads; ++t) {
-      Mine m;
-      m.hidden = c.take<uint16_t>(rows * size_t(s_.hidden));
-      m.normed = c.take<uint16_t>(rows * size_t(s_.hidden));
-      m.stage = c.take<float>(std::max(size_t(columns_), rows * size_t(s_.hidden)) + 16);
+    inputs_.resize(a_.rows > kOwnRows ? 1 : size_t(a_.threads));
+    for (Inputs& in : inputs_) {
+      in.hidden = c.take<uint16_t>(rows * size_t(s_.hidden));
+      in.normed = c.take<uint16_t>(rows * size_t(s_.hidden));
+      in.wide = c.take<float>(rows * size_t(s_.hidden));
+      for (uint8_t*& p : in.prepared) p = c.take<uint8_t>(prepared_bytes_);
+    }
+    mine_.resize(size_t(a_.threads));
+    for (Mine& m : mine_) {
+      m.stage = c.take<float>(size_t(columns_) + 16);
       m.query = c.take<uint16_t>(size_t(s_.heads / s_.kv_heads) * s_.head_dim);
       m.scratch = c.take<float>(scratch_floats_);
       m.out = c.take<float>(rows * kMostBlocks * kBlockRows);
-      for (uint8_t*& p : m.prepared) p = c.take<uint8_t>(prepared_bytes_);
-      mine_.resize(size_t(a_.threads));
-      mine_[size_t(t)] = m;
     }
     return c.used();
   }
@@ -97,7 +101,11 @@ class Step {
 
   void run(const Team& team) {
     Mine& m = mine_[size_t(team.id)];
-    std::memcpy(m.hidden, a_.hidden, size_t(a_.rows) * s_.hidden * sizeof(uint16_t));
+    const bool shared = inputs_.size() < mine_.size();
+    m.in = &inputs_[shared ? 0 : size_t(team.id)];
+    m.first_row = shared ? team.id : 0;
+    m.row_step = shared ? team.size : 1;
+    each_row(m, [&](int r) { std::memcpy(hidden(m, r), a_.hidden + size_t(r) * s_.hidden, size_t(s_.hidden) * 2); });
     if (team.id == 0) last_ = Clock::now();
     for (size_t i = 0; i < layers_.size(); ++i) {
       attention_block(team, m, i);
@@ -105,18 +113,39 @@ class Step {
       if (!experts_block(team, m, i)) return;
       took(team, kExpertsPart);
     }
-    if (team.id == 0) std::memcpy(a_.hidden, m.hidden, size_t(a_.rows) * s_.hidden * sizeof(uint16_t));
+    if (!shared && team.id) return;
+    each_row(m, [&](int r) { std::memcpy(a_.hidden + size_t(r) * s_.hidden, hidden(m, r), size_t(s_.hidden) * 2); });
   }
 
  private:
   enum Phase { kInputs, kHeads, kOutput, kPhases };
 
-  // A thread's own: it keeps the hidden states itself, so that adding to them and normalising them needs no barrier.
-  struct Mine {
-    uint16_t *hidden, *normed, *query;
-    float *stage, *out, *scratch;
+  // What linears read: each thread's own, or with many sequences that of all, to which a thread brings its rows.
+  struct Inputs {
+    uint16_t *hidden, *normed;
+    float* wide;  // what is normalised for the router
     uint8_t* prepared[kProjectionsTogether];
   };
+
+  struct Mine {
+    uint16_t* query;
+    float *stage, *out, *scratch;
+    Inputs* in;
+    int first_row, row_step;  // of the rows that this thread keeps up
+  };
+
+  uint16_t* hidden(const Mine& m, int row) const { return m.in->hidden + size_t(row) * s_.hidden; }
+  uint16_t* normed(const Mine& m, int row) const { return m.in->normed + size_t(row) * s_.hidden; }
+
+  template <class F>
+  void each_row(const Mine& m, F&& f) const {
+    for (int r = m.first_row; r < a_.rows; r += m.row_step) f(r);
+  }
+
+  // Before threads read what others have brought.
+  static void brought(const Team& team, const Mine& m) {
+    if (m.row_step > 1) team.barrier();
+  }
 
   void took(const Team& team, DecodePart part) {
     if (!a_.seconds || team.id != 0) return;
@@ -130,25 +159,23 @@ class Step {
   std::atomic<int>& counter(size_t layer, Phase phase) { return counters_[layer * kPhases + phase]; }
 
   void normalise(Mine& m, const uint16_t* weight, float eps) {
-    for (int r = 0; r < a_.rows; ++r) {
-      const size_t at = size_t(r) * s_.hidden;
-      avx2::rms_norm_row(FloatType::kBFloat16, s_.hidden, m.hidden + at, weight, eps, m.normed + at);
-    }
+    each_row(m, [&](int r) {
+      avx2::rms_norm_row(FloatType::kBFloat16, s_.hidden, hidden(m, r), weight, eps, normed(m, r));
+    });
   }
 
   void add(Mine& m) {
-    const int64_t n = int64_t(a_.rows) * s_.hidden;
-    avx2::add_bf16(n, added_, m.hidden);
+    each_row(m, [&](int r) { avx2::add_bf16(s_.hidden, added_ + size_t(r) * s_.hidden, hidden(m, r)); });
   }
 
   void attention_block(const Team& team, Mine& m, size_t i) {
     const DecodeLayer& l = layers_[i];
     normalise(m, l.input_norm, l.eps);
-    multiply(m, m.normed, {{&l.q, &l.k, &l.v}, {q_, k_, v_}, 3}, counter(i, kInputs));
+    multiply(team, m, m.in->normed, {{&l.q, &l.k, &l.v}, {q_, k_, v_}, 3}, counter(i, kInputs));
     team.barrier();
     heads(m, l, a_.caches + i * size_t(a_.rows), counter(i, kHeads));
     team.barrier();
-    multiply(m, mixed_, {{&l.o}, {added_}, 1}, counter(i, kOutput));
+    multiply(team, m, mixed_, {{&l.o}, {added_}, 1}, counter(i, kOutput));
     team.barrier();
     add(m);
   }
@@ -212,15 +239,17 @@ class Step {
 
   void prepare(Mine& m, const DecodeLinear& p, const uint16_t* x, uint8_t* prepared) {
     if (!p.layout) {
-      avx2::widen(int64_t(a_.rows) * p.columns, x, reinterpret_cast<float*>(prepared));
+      auto* wide = reinterpret_cast<float*>(prepared);
+      each_row(m, [&](int r) { avx2::widen(p.columns, x + size_t(r) * p.columns, wide + size_t(r) * p.columns); });
       return;
     }
     const Matrix w = matrix(p);
     const size_t bytes = p.kernels->row_bytes(w);
-    for (int r = 0; r < a_.rows; ++r) {
-      p.kernels->load(FloatType::kBFloat16, x + size_t(r) * p.columns, p.layout->perm(p.blob, 0, kUp), m.stage, size_t(p.columns));
+    const int32_t* perm = p.layout->perm(p.blob, 0, kUp);
+    each_row(m, [&](int r) {
+      p.kernels->load(FloatType::kBFloat16, x + size_t(r) * p.columns, perm, m.stage, size_t(p.columns));
       p.kernels->prepare(w, m.stage, prepared + bytes * size_t(r));
-    }
+    });
   }
 
   // Whether b reads what `prepare` wrote for a.
@@ -230,7 +259,7 @@ class Step {
            !b.layout->perm(b.blob, 0, kUp);
   }
 
-  void multiply(Mine& m, const uint16_t* x, const Group& g, std::atomic<int>& next) {
+  void multiply(const Team& team, Mine& m, const uint16_t* x, const Group& g, std::atomic<int>& next) {
     const uint8_t* prepared[kProjectionsTogether] = {};
     int ends[kProjectionsTogether];
     for (int i = 0, end = 0; i < g.count; ++i) {
@@ -238,11 +267,12 @@ class Step {
         if (same_input(*g.linear[j], *g.linear[i])) prepared[i] = prepared[j];
       }
       if (!prepared[i]) {
-        prepare(m, *g.linear[i], x, m.prepared[i]);
-        prepared[i] = m.prepared[i];
+        prepare(m, *g.linear[i], x, m.in->prepared[i]);
+        prepared[i] = m.in->prepared[i];
       }
       ends[i] = end += ceil_div(g.linear[i]->rows, kBlockRows);
     }
+    brought(team, m);
     const auto part = [&](const Share& share) {
       int i = 0;
       while (share.first >= ends[i]) ++i;
@@ -253,7 +283,8 @@ class Step {
       const int i = part(share);
       return g.linear[i]->layout ? matrix(*g.linear[i]).block_codes(share.first - (i ? ends[i - 1] : 0)) : nullptr;
     };
-    const auto take = [&] { return take_share(next, ends, g.count, a_.threads, kMostBlocks); };
+    const int most = kMostBlocks * kItemRows / std::max(kItemRows, a_.rows);
+    const auto take = [&] { return take_share(next, ends, g.count, a_.threads, most); };
     for (Share now = take(); now.count;) {
       const Share after = take();
       const int i = part(now);
@@ -293,11 +324,12 @@ class Step {
     const DecodeLayer& l = layers_[i];
     const int experts = l.experts.layout->experts();
     normalise(m, l.post_norm, l.eps);
-    avx2::widen(int64_t(a_.rows) * s_.hidden, m.normed, m.stage);
+    each_row(m, [&](int r) { avx2::widen(s_.hidden, normed(m, r), m.in->wide + size_t(r) * s_.hidden); });
+    brought(team, m);
     dense(l.router, nullptr, experts, s_.hidden, int64_t(experts) * team.id / team.size,
-          int64_t(experts) * (team.id + 1) / team.size, m.stage, logits_);
+          int64_t(experts) * (team.id + 1) / team.size, m.in->wide, logits_);
     team.barrier();
-    if (team.id == 0) route(l, m.normed, experts);
+    if (team.id == 0) route(l, m.in->normed, experts);
     team.barrier();
     if (failed_) return false;
     took(team, kRouterPart);
@@ -347,6 +379,7 @@ class Step {
   int first_run_[kDecodeRows + 1] = {};  // of each sequence, counted for one head
   size_t run_floats_ = 0, scratch_floats_ = 0;
   float* results_ = nullptr;
+  std::vector<Inputs> inputs_;
   std::vector<Mine> mine_;
   Assignments& work_;
   std::vector<ExpertsItem>& items_;

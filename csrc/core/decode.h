@@ -12,7 +12,7 @@
 namespace int4moe {
 
 // Rows (sequences) that a step takes at most.
-constexpr int kDecodeRows = 8;
+constexpr int kDecodeRows = 32;
 
 // y = x W^T + bias: an int4 linear, or a dense bfloat16 one whose columns are a multiple of 32.
 struct DecodeLinear {

@@ -23,7 +23,12 @@ namespace {
 
 constexpr int kHidden = 96, kInner = 56, kHeads = 6, kKvHeads = 2, kHeadDim = 32, kExperts = 5, kTopK = 2, kLayers = 2;
 constexpr int kRoom = 320;
-const int64_t kLengths[] = {70, 3, 300, 1, 63, 255, 256, 2};  // tokens in a sequence's cache; keys are in blocks of 64, runs of 256
+// Tokens in the cache of each sequence; keys are in blocks of 64 and runs of 256.
+const std::vector<int64_t> kLengths = [] {
+  std::vector<int64_t> lengths;
+  for (int r = 0; r < kDecodeRows; ++r) lengths.push_back(std::vector<int64_t>{70, 3, 300, 1, 63, 255, 256, 2}[size_t(r) % 8]);
+  return lengths;
+}();
 constexpr FloatType kType = FloatType::kBFloat16;
 using Words = std::vector<uint16_t>;
 
@@ -151,7 +156,7 @@ void in_one_call(const Model& m, int rows, int threads, State& s) {
                         {kStride[1], kStride[2]}, {kStride[1], kStride[2]}});
     }
   }
-  const DecodeArgs args{rows, s.hidden.data(), m.cos.data(), m.sin.data(), 2, caches.data(), kLengths, threads};
+  const DecodeArgs args{rows, s.hidden.data(), m.cos.data(), m.sin.data(), 2, caches.data(), kLengths.data(), threads};
   decode_step({kHidden, kHeads, kKvHeads, kHeadDim, m.avx512}, m.layers, args);
 }
 
@@ -181,12 +186,12 @@ void one_by_one(const Model& m, int rows, State& s) {
     for (int r = 0; r < rows; ++r) {
       uint16_t *keys = s.caches[2 * i].data() + r * kStride[0], *values = s.caches[2 * i + 1].data() + r * kStride[0];
       for (int h = 0; h < kKvHeads; ++h) {
-        const int64_t at = h * kStride[1] + kLengths[r] * kHeadDim, from = (r * kKvHeads + h) * kHeadDim;
+        const int64_t at = h * kStride[1] + kLengths[size_t(r)] * kHeadDim, from = (r * kKvHeads + h) * kHeadDim;
         std::memcpy(keys + at, k.data() + from, kHeadDim * 2);
         std::memcpy(values + at, v.data() + from, kHeadDim * 2);
       }
       const int64_t first = int64_t(r) * kHeads * kHeadDim;
-      attention({kType, 1, kHeads, kKvHeads, 1, kLengths[r] + 1, kHeadDim, kHeadDim, {q.data() + first, {0, kHeadDim, 0}},
+      attention({kType, 1, kHeads, kKvHeads, 1, kLengths[size_t(r)] + 1, kHeadDim, kHeadDim, {q.data() + first, {0, kHeadDim, 0}},
                  {keys, {0, kStride[1], kStride[2]}}, {values, {0, kStride[1], kStride[2]}}, mixed.data() + first, l.scale, m.avx512}, 1);
     }
     add(s.hidden, multiply(l.o, rows, mixed));
