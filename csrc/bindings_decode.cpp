@@ -47,7 +47,7 @@ class PyDecoder {
       : shape_{hidden, heads, kv_heads, head_dim, avx512} {}
 
   void add_layer(std::pair<uintptr_t, uintptr_t> norms, float eps, const std::vector<PyDecodeLinear>& qkvo,
-                 std::pair<uintptr_t, uintptr_t> head_norms, float head_eps, float scale, uintptr_t router,
+                 std::pair<uintptr_t, uintptr_t> head_norms, bool whole_norms, float head_eps, float scale, uintptr_t router,
                  bool normalise, int score_type, int top_k, const PyExperts& experts, uintptr_t blob) {
     DecodeLayer l;
     l.input_norm = address<const uint16_t>(norms.first);
@@ -60,6 +60,7 @@ class PyDecoder {
     }
     l.q_norm = address<const uint16_t>(head_norms.first);
     l.k_norm = address<const uint16_t>(head_norms.second);
+    l.whole_norms = whole_norms;
     l.head_eps = head_eps;
     l.scale = scale;
     l.router = address<const uint16_t>(router);

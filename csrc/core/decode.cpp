@@ -49,6 +49,7 @@ class Step {
         const size_t bytes = p->layout ? p->kernels->row_bytes(matrix(*p)) : size_t(p->columns) * sizeof(float);
         prepared_bytes_ = std::max(prepared_bytes_, (bytes * size_t(a_.rows) + 63) / 64 * 64);
       }
+      whole_norms_ = whole_norms_ || l.whole_norms;
       experts_ = std::max(experts_, l.experts.layout->experts());
       top_k_ = std::max(top_k_, l.top_k);
     }
@@ -80,6 +81,8 @@ class Step {
       in.hidden = c.take<uint16_t>(rows * size_t(s_.hidden));
       in.normed = c.take<uint16_t>(rows * size_t(s_.hidden));
       in.wide = c.take<float>(rows * size_t(s_.hidden));
+      in.q = whole_norms_ ? c.take<uint16_t>(rows * size_t(s_.heads) * s_.head_dim) : nullptr;
+      in.k = whole_norms_ ? c.take<uint16_t>(rows * size_t(s_.kv_heads) * s_.head_dim) : nullptr;
       for (uint8_t*& p : in.prepared) p = c.take<uint8_t>(prepared_bytes_);
     }
     mine_.resize(size_t(a_.threads));
@@ -123,6 +126,7 @@ class Step {
   // What linears read: each thread's own, or with many sequences that of all, to which a thread brings its rows.
   struct Inputs {
     uint16_t *hidden, *normed;
+    uint16_t *q, *k;  // after norms of all heads together
     float* wide;  // what is normalised for the router
     uint8_t* prepared[kProjectionsTogether];
   };
@@ -164,6 +168,15 @@ class Step {
     });
   }
 
+  void normalise_heads(const Team& team, Mine& m, const DecodeLayer& l) {
+    const int64_t wide = int64_t(s_.heads) * s_.head_dim, narrow = int64_t(s_.kv_heads) * s_.head_dim;
+    each_row(m, [&](int r) {
+      avx2::rms_norm_row(FloatType::kBFloat16, wide, q_ + r * wide, l.q_norm, l.head_eps, m.in->q + r * wide);
+      avx2::rms_norm_row(FloatType::kBFloat16, narrow, k_ + r * narrow, l.k_norm, l.head_eps, m.in->k + r * narrow);
+    });
+    brought(team, m);
+  }
+
   void add(Mine& m) {
     each_row(m, [&](int r) { avx2::add_bf16(s_.hidden, added_ + size_t(r) * s_.hidden, hidden(m, r)); });
   }
@@ -173,6 +186,7 @@ class Step {
     normalise(m, l.input_norm, l.eps);
     multiply(team, m, m.in->normed, {{&l.q, &l.k, &l.v}, {q_, k_, v_}, 3}, counter(i, kInputs));
     team.barrier();
+    if (l.whole_norms) normalise_heads(team, m, l);
     heads(m, l, a_.caches + i * size_t(a_.rows), counter(i, kHeads));
     team.barrier();
     multiply(team, m, mixed_, {{&l.o}, {added_}, 1}, counter(i, kOutput));
@@ -196,6 +210,7 @@ class Step {
 
   void rotate(const DecodeLayer& l, uint16_t* x, int heads, const uint16_t* norm, int row) const {
     const int64_t at = int64_t(row % a_.cos_rows) * s_.head_dim;
+    if (l.whole_norms) norm = nullptr;
     avx2::rotate_one({FloatType::kBFloat16, 1, heads, s_.head_dim, x, a_.cos + at, a_.sin + at, 1, norm, l.head_eps}, 0);
   }
 
@@ -215,10 +230,10 @@ class Step {
     const int64_t first = (int64_t(row) * s_.heads + int64_t(head) * group) * n, length = a_.lengths[row];
     uint16_t *keys = c.keys + head * c.key_stride[0], *values = c.values + head * c.value_stride[0];
     // A copy: other threads may be at other runs of the same heads.
-    std::memcpy(m.query, q_ + first, size_t(group) * n * sizeof(uint16_t));
+    std::memcpy(m.query, (l.whole_norms ? m.in->q : q_) + first, size_t(group) * n * sizeof(uint16_t));
     rotate(l, m.query, group, l.q_norm, row);
     if (run == runs - 1) {  // the new key is in it
-      uint16_t* key = k_ + int64_t(pair) * n;
+      uint16_t* key = (l.whole_norms ? m.in->k : k_) + int64_t(pair) * n;
       rotate(l, key, 1, l.k_norm, row);
       std::memcpy(keys + length * c.key_stride[1], key, size_t(n) * sizeof(uint16_t));
       std::memcpy(values + length * c.value_stride[1], v_ + int64_t(pair) * n, size_t(n) * sizeof(uint16_t));
@@ -371,6 +386,7 @@ class Step {
   const std::vector<DecodeLayer>& layers_;
   const DecodeArgs& a_;
   int columns_ = 0, experts_ = 0, top_k_ = 0;
+  bool whole_norms_ = false;
   size_t prepared_bytes_ = 0;
   uint16_t *q_ = nullptr, *k_ = nullptr, *v_ = nullptr, *mixed_ = nullptr, *added_ = nullptr, *logits_ = nullptr;
   float* scores_ = nullptr;

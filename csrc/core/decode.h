@@ -31,6 +31,7 @@ struct DecodeLayer {
   float eps = 0;
   DecodeLinear q, k, v, o;
   const uint16_t *q_norm = nullptr, *k_norm = nullptr;  // [head_dim], or null
+  bool whole_norms = false;                             // they are of all heads together: [heads * head_dim]
   float head_eps = 0, scale = 0;                        // scale: of the scores
   const uint16_t* router = nullptr;                     // [experts, hidden]
   bool normalise = false;                               // divide the scores of the chosen by their sum

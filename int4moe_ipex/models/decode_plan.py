@@ -19,14 +19,17 @@ from int4moe_ipex.models.fused import (
     FusedRMSNorm,
     FusedRotaryEmbedding,
     FusedTopKRouter,
+    FusedWholeNormAttention,
     _fused_class,
 )
 from int4moe_ipex.moe.experts import Int4Experts
 from int4moe_ipex.moe.linear import Int4Linear
 
 # Classes whose forward is known to be what the core computes, by name in their own module of transformers.
-LAYERS = {"Qwen3MoeDecoderLayer", "MixtralDecoderLayer"}
-BLOCKS = {"Qwen3MoeSparseMoeBlock", "MixtralSparseMoeBlock"}
+LAYERS = {"Qwen3MoeDecoderLayer", "MixtralDecoderLayer", "OlmoeDecoderLayer"}
+BLOCKS = {"Qwen3MoeSparseMoeBlock", "MixtralSparseMoeBlock", "OlmoeSparseMoeBlock"}
+# Settings of a family that change what its modules compute: None, or not there.
+UNSET = ("sliding_window", "clip_qkv")
 ASK_AGAIN = 64  # steps through the modules after which a model that was unfit is looked at again
 
 
@@ -158,7 +161,8 @@ def _fill(plan: Plan, model: nn.Module) -> None:
     plan.rows, plan.head_dim = native._native.decode_rows, first.head_dim
     _need(plan.hidden % 32 == 0 and plan.head_dim % 16 == 0)
     _keep(plan, vars(config), "num_hidden_layers", plan.layers)
-    _keep(plan, vars(config), "sliding_window", None)
+    for name in UNSET:
+        _keep(plan, vars(config), name, None)
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     plan.cache_kind = (torch.bfloat16, kv_heads, plan.head_dim) * 2
     decoder = native._native.Decoder(plan.hidden, heads, kv_heads, plan.head_dim, attention.wide())
@@ -183,6 +187,8 @@ def _add_layer(plan: Plan, decoder: Any, layer: nn.Module, widths: tuple[int, in
     _need(isinstance(attn, FusedAttention) and isinstance(router, FusedTopKRouter) and type(experts) is Int4Experts)
     _need(all(isinstance(m, FusedRMSNorm) for m in norms) and (head_norms[0] is None) == (head_norms[1] is None))
     eps = norms[0].variance_epsilon
+    whole = isinstance(attn, FusedWholeNormAttention)
+    _need(not whole or head_norms[0] is not None)
     head_eps = 0.0 if head_norms[0] is None else head_norms[0].variance_epsilon
     normalise = getattr(router, "norm_topk_prob", None)  # Mixtral always does, and keeps float32 scores
     for module, name, value in (
@@ -210,7 +216,10 @@ def _add_layer(plan: Plan, decoder: Any, layer: nn.Module, widths: tuple[int, in
             _linear(plan, attn.v_proj, hidden, narrow),
             _linear(plan, attn.o_proj, wide, hidden),
         ],
-        tuple(0 if m is None else _norm(plan, m, plan.head_dim) for m in head_norms),
+        tuple(
+            0 if m is None else _norm(plan, m, size if whole else plan.head_dim) for m, size in zip(head_norms, widths)
+        ),
+        whole,
         head_eps,
         attn.scaling,
         _tensor(plan, router, "weight", (router.num_experts, hidden)),

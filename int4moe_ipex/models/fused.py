@@ -103,6 +103,7 @@ class FusedAttention:
         if not (
             self.config._attn_implementation in ("sdpa", attention.NAME, attention.ROWS)
             and not self.training
+            and self._is_known()
             and cos.shape[-1] == self.head_dim
             and cos.dim() == 3
             and cos.shape[1] == hidden_states.shape[1]
@@ -139,10 +140,16 @@ class FusedAttention:
         )
         return self.o_proj(out.reshape(*shape, -1)), weights
 
+    def _is_known(self) -> bool:
+        """Whether the settings that the class has of its own are those that this computes."""
+        return True
+
     def _rotated(self, x: torch.Tensor, norm: str, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """x [batch, tokens, heads * head_dim], which nobody else holds, changed in place."""
+        return self._rotate(x, getattr(self, norm, None), cos, sin)
+
+    def _rotate(self, x: torch.Tensor, norm: Any, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()
-        norm = getattr(self, norm, None)
         rows = x.numel() // x.shape[-1]
         native._native.rotate(
             DTYPES[x.dtype],
@@ -158,6 +165,17 @@ class FusedAttention:
             torch.get_num_threads(),
         )
         return x
+
+
+class FusedWholeNormAttention(FusedAttention):
+    """The same with norms of all heads together, before they are split."""
+
+    def _is_known(self) -> bool:
+        config = self.config
+        return config.clip_qkv is None and getattr(config, "sliding_window", None) is None
+
+    def _rotated(self, x: torch.Tensor, norm: str, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        return self._rotate(getattr(self, norm)(x), None, cos, sin)
 
 
 class FusedTopKRouter:
@@ -216,6 +234,7 @@ def _few_tokens(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 # Classes of transformers whose forward is known to be what the fused one computes, by name in their own module.
 NORMS = {f"{f}RMSNorm" for f in ("Qwen2Moe", "Qwen3Moe", "Mixtral", "Olmoe", "DeepseekV2", "DeepseekV3", "Glm4Moe")}
 ATTENTIONS = {"Qwen2MoeAttention", "Qwen3MoeAttention", "MixtralAttention"}
+WHOLE_NORM_ATTENTIONS = {"OlmoeAttention"}
 ROTARY = {f"{f}RotaryEmbedding" for f in ("Qwen2Moe", "Qwen3Moe", "Mixtral", "Olmoe", "DeepseekV3", "Glm4Moe")}
 ROUTERS = {"Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter", "OlmoeTopKRouter", "MixtralTopKRouter"}
 
@@ -235,6 +254,8 @@ def _fusion(module: nn.Module) -> type | None:
         return FusedRotaryEmbedding
     if cls.__name__ in ATTENTIONS and _heads_are_plain(module):
         return FusedAttention
+    if cls.__name__ in WHOLE_NORM_ATTENTIONS and _heads_are_plain(module):
+        return FusedWholeNormAttention
     return None
 
 

@@ -21,7 +21,7 @@ using namespace int4moe;
 
 namespace {
 
-constexpr int kHidden = 96, kInner = 56, kHeads = 6, kKvHeads = 2, kHeadDim = 32, kExperts = 5, kTopK = 2, kLayers = 2;
+constexpr int kHidden = 96, kInner = 56, kHeads = 6, kKvHeads = 2, kHeadDim = 32, kExperts = 5, kTopK = 2, kLayers = 3;
 constexpr int kRoom = 320;
 // Tokens in the cache of each sequence; keys are in blocks of 64 and runs of 256.
 const std::vector<int64_t> kLengths = [] {
@@ -75,7 +75,8 @@ struct Packed {
 
 struct Model {
   Random random{31};
-  // The second layer has act-order and biases in its first linear, and a dense one for keys.
+  // The second layer has act-order and biases in its first linear, and a dense one for keys; the third norms over all
+  // heads together.
   std::vector<Packed> linears, experts;
   std::vector<Words> words;  // norms, routers and dense weights
   std::vector<DecodeLayer> layers;
@@ -92,12 +93,17 @@ struct Model {
       l.post_norm = keep(kHidden, 0.1f, 1);
       l.eps = l.head_eps = 1e-6f;
       l.q = int4(k, kHeads * kHeadDim, kHidden, i == 1);
-      l.k = i ? dense(kKvHeads * kHeadDim, kHidden) : int4(k, kKvHeads * kHeadDim, kHidden, false);
+      l.k = i == 1 ? dense(kKvHeads * kHeadDim, kHidden) : int4(k, kKvHeads * kHeadDim, kHidden, false);
       l.v = int4(k, kKvHeads * kHeadDim, kHidden, false);
       l.o = int4(k, kHidden, kHeads * kHeadDim, false);
       if (i == 0) {
         l.q_norm = keep(kHeadDim, 0.1f, 1);
         l.k_norm = keep(kHeadDim, 0.1f, 1);
+      }
+      if (i == 2) {
+        l.whole_norms = true;
+        l.q_norm = keep(kHeads * kHeadDim, 0.1f, 1);
+        l.k_norm = keep(kKvHeads * kHeadDim, 0.1f, 1);
       }
       l.scale = 0.25f;
       l.router = keep(size_t(kExperts) * kHidden, 0.1f);
@@ -130,7 +136,7 @@ struct Model {
   }
 };
 
-// Hidden states and the caches of both layers, before or after a step.
+// Hidden states and the caches of all layers, before or after a step.
 struct State {
   Words hidden, caches[2 * kLayers];
 
@@ -180,8 +186,13 @@ void one_by_one(const Model& m, int rows, State& s) {
     Words normed(s.hidden.size());
     rms_norm(kType, rows, kHidden, s.hidden.data(), l.input_norm, l.eps, normed.data(), 1);
     Words q = multiply(l.q, rows, normed), k = multiply(l.k, rows, normed), v = multiply(l.v, rows, normed);
-    rotate({kType, rows, kHeads, kHeadDim, q.data(), m.cos.data(), m.sin.data(), 2, l.q_norm, l.head_eps}, 1);
-    rotate({kType, rows, kKvHeads, kHeadDim, k.data(), m.cos.data(), m.sin.data(), 2, l.k_norm, l.head_eps}, 1);
+    if (l.whole_norms) {
+      rms_norm(kType, rows, kHeads * kHeadDim, q.data(), l.q_norm, l.head_eps, q.data(), 1);
+      rms_norm(kType, rows, kKvHeads * kHeadDim, k.data(), l.k_norm, l.head_eps, k.data(), 1);
+    }
+    const uint16_t *q_norm = l.whole_norms ? nullptr : l.q_norm, *k_norm = l.whole_norms ? nullptr : l.k_norm;
+    rotate({kType, rows, kHeads, kHeadDim, q.data(), m.cos.data(), m.sin.data(), 2, q_norm, l.head_eps}, 1);
+    rotate({kType, rows, kKvHeads, kHeadDim, k.data(), m.cos.data(), m.sin.data(), 2, k_norm, l.head_eps}, 1);
     Words mixed(q.size());
     for (int r = 0; r < rows; ++r) {
       uint16_t *keys = s.caches[2 * i].data() + r * kStride[0], *values = s.caches[2 * i + 1].data() + r * kStride[0];
