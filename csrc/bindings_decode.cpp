@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "bindings.h"
+#include "bindings_caches.h"
 #include "core/decode.h"
 
 namespace int4moe {
@@ -38,8 +39,6 @@ PyDecodeLinear dense_linear(uintptr_t weight, uintptr_t bias, int rows, int colu
   p.linear.columns = columns;
   return p;
 }
-
-constexpr size_t kNumbers = 6;  // of a cache
 
 class PyDecoder {
  public:
@@ -73,15 +72,13 @@ class PyDecoder {
     layers_.push_back(l);
   }
 
-  // caches: for each layer and row the addresses of keys and values, then the strides by head and token of each.
-  void step(uintptr_t hidden, uintptr_t cos, uintptr_t sin, int cos_rows, const std::vector<int64_t>& caches,
-            const std::vector<int64_t>& lengths, int threads) {
-    const size_t rows = lengths.size();
-    if (rows < 1 || rows > kDecodeRows || caches.size() != kNumbers * layers_.size() * rows) {
+  void step(uintptr_t hidden, uintptr_t cos, uintptr_t sin, int cos_rows, const PyDecodeCaches& caches, int threads) {
+    const int rows = caches.rows();
+    if (rows > kDecodeRows || caches.lengths.size() != size_t(rows) || caches.layers() != int(layers_.size())) {
       throw std::invalid_argument("rows or caches do not fit the decoder");
     }
     double seconds[kDecodeParts] = {};
-    run(rows, hidden, cos, sin, cos_rows, caches, lengths, threads, timed ? seconds : nullptr);
+    run(hidden, cos, sin, cos_rows, caches, threads, timed ? seconds : nullptr);
     for (int i = 0; i < kDecodeParts; ++i) seconds_[size_t(i)] += seconds[i];
   }
 
@@ -91,16 +88,12 @@ class PyDecoder {
   bool timed = false;
 
  private:
-  void run(size_t rows, uintptr_t hidden, uintptr_t cos, uintptr_t sin, int cos_rows, const std::vector<int64_t>& caches,
-           const std::vector<int64_t>& lengths, int threads, double* seconds) const {
+  void run(uintptr_t hidden, uintptr_t cos, uintptr_t sin, int cos_rows, const PyDecodeCaches& caches, int threads,
+           double* seconds) const {
     nb::gil_scoped_release release;
-    std::vector<DecodeCache> where(layers_.size() * rows);
-    for (size_t i = 0; i < where.size(); ++i) {
-      const int64_t* n = caches.data() + kNumbers * i;
-      where[i] = {address<uint16_t>(uintptr_t(n[0])), address<uint16_t>(uintptr_t(n[1])), {n[2], n[3]}, {n[4], n[5]}};
-    }
-    const DecodeArgs args{int(rows), address<uint16_t>(hidden), address<const uint16_t>(cos), address<const uint16_t>(sin),
-                          cos_rows, where.data(), lengths.data(), std::max(threads, 1), seconds};
+    const DecodeArgs args{caches.rows(), address<uint16_t>(hidden), address<const uint16_t>(cos),
+                          address<const uint16_t>(sin), cos_rows, caches.where(), caches.lengths.data(),
+                          std::max(threads, 1), seconds};
     decode_step(shape_, layers_, args);
   }
 
@@ -119,6 +112,13 @@ void bind_decode(nb::module_& m) {
   nb::class_<PyDecodeLinear>(m, "DecodeLinear")
       .def_static("int4", &int4_linear)
       .def_static("dense", &dense_linear);
+  nb::class_<PyDecodeCaches>(m, "DecodeCaches")
+      .def(nb::init<int, int, nb::bytes, nb::object, bool>(), nb::arg("layers"), nb::arg("rows"), nb::arg("kind"),
+           nb::arg("layer_type"), nb::arg("inference"))
+      .def("add", &PyDecodeCaches::add)
+      .def("complete", &PyDecodeCaches::complete)
+      .def("extend", &PyDecodeCaches::extend)
+      .def_ro("lengths", &PyDecodeCaches::lengths);
   nb::class_<PyDecoder>(m, "Decoder")
       .def(nb::init<int, int, int, int, bool>(), nb::arg("hidden"), nb::arg("heads"), nb::arg("kv_heads"), nb::arg("head_dim"),
            nb::arg("avx512"))

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "bindings.h"
+#include "bindings_objects.h"
 
 namespace int4moe {
 
@@ -107,28 +108,6 @@ nb::object own_name(nb::dict attributes, nb::str name) {
   PyObject* interned = name.release().ptr();
   PyUnicode_InternInPlace(&interned);
   return nb::steal(interned);
-}
-
-// Borrowed; null where there is none.
-PyObject* find(const nb::object& attributes, const nb::object& name) {
-  PyObject* found = PyDict_GetItemWithError(attributes.ptr(), name.ptr());
-  if (!found && PyErr_Occurred()) nb::raise_python_error();
-  return found;
-}
-
-nb::object attribute(PyObject* of, const nb::object& name) {
-  PyObject* found = PyObject_GetAttr(of, name.ptr());
-  if (!found) nb::raise_python_error();
-  return nb::steal(found);
-}
-
-bool is_true(int answer) {
-  if (answer < 0) nb::raise_python_error();
-  return answer != 0;
-}
-
-bool has_type(PyObject* object, const nb::object& type) {
-  return reinterpret_cast<PyObject*>(Py_TYPE(object)) == type.ptr();
 }
 
 class Guard {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import statistics
 import time
-import warnings
 from collections import defaultdict
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from torch import nn
 from int4moe_ipex.bench.timing import cpu_seconds
 from int4moe_ipex.machine import peak_rss_bytes
 from int4moe_ipex.models import decode
+from int4moe_ipex.models.cache import cache_keyword
 from int4moe_ipex.moe.experts import Int4Experts
 
 # Class-name endings -> part; what no module of these covers (residuals, rotary tables, Python) is "other".
@@ -125,11 +125,9 @@ class Session:
         self.next: torch.Tensor | None = None
 
     def feed(self, ids: torch.Tensor) -> None:
-        with warnings.catch_warnings():
-            # Newer transformers call it `cache` and still take the name that all supported versions know.
-            warnings.simplefilter("ignore", FutureWarning)
-            out = self.model(input_ids=ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
-        self.cache = out.past_key_values
+        name = cache_keyword()
+        out = self.model(input_ids=ids, use_cache=True, logits_to_keep=1, **{name: self.cache})
+        self.cache = getattr(out, name)
         self.next = out.logits[:, -1:].max(-1).indices  # four times as fast as torch's argmax of bfloat16
 
     def step(self) -> None:

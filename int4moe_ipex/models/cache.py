@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+from array import array
 from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+
+from int4moe_ipex.backends.native import FLOAT_TYPES
 
 # Tokens that a buffer has room for when it is made; it doubles from there.
 FIRST = 256
@@ -16,25 +20,25 @@ class GrowingLayer(DynamicLayer):
 
     Only what lies behind the last token is ever written. Once somebody has set keys or values (cropped, reordered), the
     next token makes new buffers, so that tensors taken from the cache before keep what they hold. Views are made when
-    somebody looks: a decoding step in one call (decode.py) writes behind the last token and counts.
+    somebody looks: a decoding step in one call (decode.py) writes behind the last token and counts. It reads `length`
+    and `place` from the instance's attributes (csrc/bindings_caches.h).
     """
 
     def __init__(self, **kwargs: Any):
         self._buffers: tuple[torch.Tensor, torch.Tensor] | None = None
+        # Keys and values, and of how many tokens they are views; others are out of date.
         self._views: list[torch.Tensor | None] = [None, None]
+        self._viewed: int | None = None
         # Tokens, where keys and values are the start of the buffers; None where somebody has set them himself.
         self.length: int | None = None
         self.room = 0
-        # For each sequence in the buffers: addresses of keys and values, strides in elements by head and token of each.
-        self.addresses: list[tuple[int, ...]] = []
-        # dtype, heads and head_dim of keys, and of values.
-        self.kind: tuple = ()
+        self.place = b""  # what the core has to know of the buffers: see _place
         super().__init__(**kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies of any sort: the tokens alone, in memory of their own."""
         views = [None if view is None else view.clone() for view in (self.keys, self.values)]
-        fresh = {"_buffers": None, "_views": views, "length": None, "room": 0, "addresses": [], "kind": ()}
+        fresh = {"_buffers": None, "_views": views, "_viewed": None, "length": None, "room": 0, "place": b""}
         return self.__dict__ | fresh
 
     @property
@@ -54,6 +58,8 @@ class GrowingLayer(DynamicLayer):
         self._set(1, value)
 
     def _view(self, which: int) -> torch.Tensor | None:
+        if self._viewed != self.length:
+            self._views, self._viewed = [None, None], self.length
         view = self._views[which]
         if view is None and self.length is not None:
             view = self._views[which] = self._buffers[which].narrow(-2, 0, self.length)
@@ -62,7 +68,7 @@ class GrowingLayer(DynamicLayer):
     def _set(self, which: int, value: torch.Tensor | None) -> None:
         self._views = [self._view(0), self._view(1)]
         self._views[which] = value
-        self.length = self._buffers = None
+        self._viewed = self.length = self._buffers = None
 
     def get_seq_length(self) -> int:
         return super().get_seq_length() if self.length is None else self.length
@@ -101,18 +107,27 @@ class GrowingLayer(DynamicLayer):
             raise ValueError(f"a cache holds keys {tuple(keys.shape)} and values {tuple(values.shape)}")
         self._buffers = _grown(keys, total), _grown(values, total)
         self._views = [None, None]
-        self.length, self.room = keys.shape[-2], self._buffers[0].shape[-2]
-        keys, values = self._buffers
-        self.addresses = [
-            (keys[i].data_ptr(), values[i].data_ptr(), *keys.stride()[1:3], *values.stride()[1:3])
-            for i in range(keys.shape[0])
-        ]
-        self.kind = (keys.dtype, *keys.shape[1::2], values.dtype, *values.shape[1::2])
+        self._viewed = self.length = keys.shape[-2]
+        self.room = self._buffers[0].shape[-2]
+        self.place = _place(*self._buffers)
 
     def extend(self, tokens: int = 1) -> None:
         """Takes in tokens that somebody has written behind the last one, into room that was reserved."""
         self.length += tokens
-        self._views = [None, None]
+
+
+def kind_of(*shapes: tuple[torch.dtype, int, int]) -> bytes:
+    """What `GrowingLayer.place` starts with where keys and values have these dtypes, heads and head_dims."""
+    return array("q", [n for dtype, *sizes in shapes for n in (FLOAT_TYPES.get(dtype, -1), *sizes)]).tobytes()
+
+
+def _place(keys: torch.Tensor, values: torch.Tensor) -> bytes:
+    """The kind, the tokens that there is room for, whether inference mode alone may write, and the number of sequences;
+    for each of these, addresses of keys and values, then strides in elements by head and token of each. All int64."""
+    numbers = array("q", [keys.shape[-2], keys.is_inference(), keys.shape[0]])
+    for k, v in zip(keys, values):
+        numbers.extend((k.data_ptr(), v.data_ptr(), *k.stride()[:2], *v.stride()[:2]))
+    return kind_of(*((t.dtype, *t.shape[1::2]) for t in (keys, values))) + numbers.tobytes()
 
 
 def _grown(view: torch.Tensor, total: int) -> torch.Tensor:
@@ -139,6 +154,7 @@ def growing_cache(model: Any) -> Cache:
     return cache
 
 
+@functools.cache
 def cache_keyword() -> str:
     """What this transformers calls the cache in `generate` and `forward`."""
     from transformers.generation import utils

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers.cache_utils import DynamicCache
+from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from int4moe_ipex.backends import native
 from int4moe_ipex.models import attention
@@ -87,8 +88,6 @@ class FusedDecoder:
         if inputs_embeds is None and past is not None and self._is_plain(kwargs):
             hidden = self._step(input_ids, attention_mask, position_ids, past)
         if hidden is not None:
-            from transformers.modeling_outputs import MoeModelOutputWithPast
-
             return MoeModelOutputWithPast(last_hidden_state=self.norm(hidden), **{cache_keyword(): past})
         if cache is not None:
             kwargs[cache_keyword()] = cache
@@ -131,7 +130,7 @@ class FusedDecoder:
         caches = _caches_of(cache, rows, plan)
         if caches is None:
             return None
-        lengths = [layers[0].length for layers in caches for _ in layers[0].addresses]
+        lengths = caches.lengths
         positions = lengths if position_ids is None else _positions(position_ids, rows)
         if positions is None or not _sees_all(attention_mask, rows, max(lengths) + 1):
             return None
@@ -151,13 +150,10 @@ class FusedDecoder:
             cos.data_ptr() + offset,
             sin.data_ptr() + offset,
             cos_rows,
-            [number for layers in zip(*caches) for layer in layers for row in layer.addresses for number in row],
-            lengths,
+            caches,
             1 if rows * plan.products <= ALONE else torch.get_num_threads(),
         )
-        for layers in caches:
-            for layer in layers:
-                layer.extend()
+        caches.extend()
         return hidden
 
 
@@ -203,38 +199,34 @@ def _sees_all(attention_mask: Any, rows: int, tokens: int) -> bool:
     return attention_mask.shape[0] == rows and attention_mask.shape[1] >= tokens and bool(attention_mask.all())
 
 
-def _caches_of(cache: Any, rows: int, plan: Plan) -> list[list[GrowingLayer]] | None:
-    """For one cache, or each of those in a batch of caches, its layers, with room for one more token."""
+def _caches_of(cache: Any, rows: int, plan: Plan) -> Any:
+    """The core's object for one cache, or a batch of caches, with room for one more token.
+
+    None where they are not plain, not of this model's kind, or differ in size.
+    """
     parts = getattr(cache, "caches", None) or [cache]
     if len(parts) > 1 and len({id(part) for part in parts}) < len(parts):
         return None
-    found = []
+    inference = torch.is_inference_mode_enabled()
+    found = native._native.DecodeCaches(plan.layers, rows, plan.cache_kind, GrowingLayer, inference)
     for one in parts:
-        layers = _room_for_one(one, plan)
-        if layers is None:
+        if type(one) is not DynamicCache or "update" in vars(one) or getattr(one, "offloading", False):
             return None
-        found.append(layers)
-    return found if sum(len(layers[0].addresses) for layers in found) == rows else None
+        # Its layers are made to grow in place, and to have room, once they do not.
+        if not found.add(one.layers) and not (_make_room(one.layers) and found.add(one.layers)):
+            return None
+    return found if found.complete() else None
 
 
-def _room_for_one(cache: Any, plan: Plan) -> list[GrowingLayer] | None:
-    """The cache's layers; None where they are not plain, not of this model's kind, or differ in size."""
-    if type(cache) is not DynamicCache or "update" in vars(cache) or getattr(cache, "offloading", False):
-        return None
-    layers = cache.layers
-    if len(layers) != plan.layers:
-        return None
+def _make_room(layers: list[Any]) -> bool:
+    """Room for one more token in every layer of a cache; False where one is not plain."""
     for i, layer in enumerate(layers):
         if type(layer) is not GrowingLayer:
             layer = growing(layer)
             if layer is None:
-                return None
+                return False
             layers[i] = layer
         if not layer.is_initialized or "update" in vars(layer):
-            return None
+            return False
         layer.reserve(layer.get_seq_length() + 1)
-        if layer.kind != plan.cache_kind or layer.length != layers[0].length:
-            return None
-        if len(layer.addresses) != len(layers[0].addresses):
-            return None
-    return layers
+    return True

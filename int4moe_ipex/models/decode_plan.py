@@ -12,6 +12,7 @@ from int4moe_ipex.backends import native
 from int4moe_ipex.backends.by_tokens import PackedByTokens
 from int4moe_ipex.backends.native import NativeExperts, NativeLinear
 from int4moe_ipex.models import attention
+from int4moe_ipex.models.cache import kind_of
 from int4moe_ipex.models.fused import (
     MAX_EXPERTS,
     FusedAttention,
@@ -46,7 +47,7 @@ class Plan:
         guard: the core's, of the objects and values that must stay what they are.
         decoder: None where a layer is of a kind that the core does not know.
         rows: sequences that a step may have.
-        layers: of the model; cache_kind: `GrowingLayer.kind` of each of them.
+        layers: of the model; cache_kind: what `GrowingLayer.place` of each starts with.
         products: of one token through all layers.
         weights: (a module's parameters, name, address, shape, strides) of those that the guard cannot see.
         watched: whether at the last look somebody wanted to see a module being called, or had put a forward of his own
@@ -58,7 +59,7 @@ class Plan:
     decoder: Any = None
     rows: int = 0
     layers: int = 0
-    cache_kind: tuple = ()
+    cache_kind: bytes = b""
     hidden: int = 0
     head_dim: int = 0
     products: int = 0
@@ -164,7 +165,7 @@ def _fill(plan: Plan, model: nn.Module) -> None:
     for name in UNSET:
         _keep(plan, vars(config), name, None)
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    plan.cache_kind = (torch.bfloat16, kv_heads, plan.head_dim) * 2
+    plan.cache_kind = kind_of(*[(torch.bfloat16, kv_heads, plan.head_dim)] * 2)
     decoder = native._native.Decoder(plan.hidden, heads, kv_heads, plan.head_dim, attention.wide())
     for index, layer in enumerate(model.layers):
         _need(_is_theirs(layer, LAYERS) and _is_theirs(layer.mlp, BLOCKS))
