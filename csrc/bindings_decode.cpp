@@ -3,6 +3,8 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+#include <cstring>
 #include <deque>
 #include <optional>
 #include <utility>
@@ -38,6 +40,16 @@ PyDecodeLinear dense_linear(uintptr_t weight, uintptr_t bias, int rows, int colu
   p.linear.rows = rows;
   p.linear.columns = columns;
   return p;
+}
+
+// Rows of a table of `count`, one behind the other; false, and nothing written, where an id is none of its rows.
+bool take_rows(uintptr_t table, int64_t count, int64_t row_bytes, const std::vector<int64_t>& ids, uintptr_t y) {
+  if (std::any_of(ids.begin(), ids.end(), [&](int64_t id) { return id < 0 || id >= count; })) return false;
+  for (size_t i = 0; i < ids.size(); ++i) {
+    std::memcpy(address<char>(y) + int64_t(i) * row_bytes, address<const char>(table) + ids[i] * row_bytes,
+                size_t(row_bytes));
+  }
+  return true;
 }
 
 class PyDecoder {
@@ -109,6 +121,7 @@ class PyDecoder {
 
 void bind_decode(nb::module_& m) {
   m.attr("decode_rows") = kDecodeRows;
+  m.def("take_rows", &take_rows);
   nb::class_<PyDecodeLinear>(m, "DecodeLinear")
       .def_static("int4", &int4_linear)
       .def_static("dense", &dense_linear);

@@ -21,7 +21,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from int4moe_ipex.backends import native
 from int4moe_ipex.models import attention
 from int4moe_ipex.models.cache import GrowingLayer, cache_keyword, growing
-from int4moe_ipex.models.decode_plan import Plan, make_plan
+from int4moe_ipex.models.decode_plan import Ends, Plan, make_plan
 
 # Classes whose forward is known, by name in their own module of transformers; their layers: decode_plan.py.
 MODELS = {"Qwen3MoeModel", "MixtralModel", "OlmoeModel"}
@@ -88,7 +88,7 @@ class FusedDecoder:
         if inputs_embeds is None and past is not None and self._is_plain(kwargs):
             hidden = self._step(input_ids, attention_mask, position_ids, past)
         if hidden is not None:
-            return MoeModelOutputWithPast(last_hidden_state=self.norm(hidden), **{cache_keyword(): past})
+            return MoeModelOutputWithPast(last_hidden_state=hidden, **{cache_keyword(): past})
         if cache is not None:
             kwargs[cache_keyword()] = cache
         return super().forward(
@@ -118,7 +118,7 @@ class FusedDecoder:
         return settings.get("return_dict", True) is not False and not any(map(settings.get, OUTPUTS))
 
     def _step(self, input_ids, attention_mask, position_ids, cache) -> torch.Tensor | None:
-        """Hidden states before the last norm [rows, 1, hidden_size], or None: not here."""
+        """Hidden states after the last norm [rows, 1, hidden_size], or None: not here."""
         if type(input_ids) is not torch.Tensor or input_ids.dim() != 2:
             return None
         rows, columns = input_ids.shape
@@ -134,16 +134,16 @@ class FusedDecoder:
         positions = lengths if position_ids is None else _positions(position_ids, rows)
         if positions is None or not _sees_all(attention_mask, rows, max(lengths) + 1):
             return None
-        embedded = self.embed_tokens(input_ids)
-        if not _is_row(embedded, rows, plan.hidden):
+        ends = plan.ends if plan.whole else None
+        hidden = self._embedded(input_ids, rows, plan.hidden, ends)
+        if hidden is None:
             return None
-        tables = self.rotary_emb.tables(embedded, max(positions) + 1)
+        tables = self.rotary_emb.tables(hidden, max(positions) + 1)
         if tables is None or tables[0].shape[-1] != plan.head_dim:
             return None
         cos, sin, first, cos_rows = *tables, positions[0], 1
         if min(positions) != max(positions):
             cos, sin, first, cos_rows = cos[positions], sin[positions], 0, rows
-        hidden = embedded.clone()
         offset = first * plan.head_dim * cos.element_size()
         plan.decoder.step(
             hidden.data_ptr(),
@@ -154,7 +154,23 @@ class FusedDecoder:
             1 if rows * plan.products <= ALONE else torch.get_num_threads(),
         )
         caches.extend()
+        if ends is None:
+            return self.norm(hidden)
+        at, bfloat16 = hidden.data_ptr(), native.FLOAT_TYPES[torch.bfloat16]
+        native._native.rms_norm(bfloat16, rows, plan.hidden, at, ends.norm, ends.eps, at, torch.get_num_threads())
         return hidden
+
+    def _embedded(self, input_ids: torch.Tensor, rows: int, hidden_size: int, ends: Ends | None) -> torch.Tensor | None:
+        """[rows, 1, hidden_size] that nobody else holds; None where it is not what the core takes."""
+        if ends is None:
+            hidden = self.embed_tokens(input_ids)
+            return hidden.clone() if _is_row(hidden, rows, hidden_size) else None
+        if input_ids.dtype not in (torch.int64, torch.int32):
+            return None
+        hidden = torch.empty(rows, 1, hidden_size, dtype=torch.bfloat16, device="cpu")
+        ids, row_bytes = input_ids.flatten().tolist(), hidden_size * hidden.element_size()
+        taken = native._native.take_rows(ends.table, ends.vocabulary, row_bytes, ids, hidden.data_ptr())
+        return hidden if taken else None
 
 
 _HARMLESS = (attention.HARMLESS - set(OUTPUTS)) | {"past_key_values"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +32,7 @@ LAYERS = {"Qwen3MoeDecoderLayer", "MixtralDecoderLayer", "OlmoeDecoderLayer"}
 BLOCKS = {"Qwen3MoeSparseMoeBlock", "MixtralSparseMoeBlock", "OlmoeSparseMoeBlock"}
 # Settings of a family that change what its modules compute: None, or not there.
 UNSET = ("sliding_window", "clip_qkv")
+ENDS = ("embed_tokens", "norm")
 ASK_AGAIN = 64  # steps through the modules after which a model that was unfit is looked at again
 
 
@@ -50,8 +52,9 @@ class Plan:
         layers: of the model; cache_kind: what `GrowingLayer.place` of each starts with.
         products: of one token through all layers.
         weights: (a module's parameters, name, address, shape, strides) of those that the guard cannot see.
-        watched: whether at the last look somebody wanted to see a module being called, or had put a forward of his own
-            over a module's.
+        watched: whether at the last look somebody wanted to see a layer's module being called, or had put a forward of
+            his own over one's.
+        ends: what is before and after the layers; whole: whether the core computes it, unwatched at the last look.
         asked: how often a plan without a decoder was asked for.
     """
 
@@ -65,6 +68,8 @@ class Plan:
     products: int = 0
     weights: list[tuple[dict, str, int, tuple, tuple]] = field(default_factory=list)
     watched: bool = False
+    ends: Ends | None = None
+    whole: bool = False
     asked: int = 0
 
     def holds(self) -> bool:
@@ -74,9 +79,39 @@ class Plan:
             self.asked += 1
             if self.asked % ASK_AGAIN == 0:
                 return False
-        seen = self.guard.look()
-        self.watched = seen == WATCHED
-        return seen != CHANGED and all(map(_is_same, self.weights))
+        return self.look()
+
+    def look(self) -> bool:
+        """Whether all is as it was; finds out whether somebody watches."""
+        seen = _seen(self), FITS if self.ends is None else _seen(self.ends)
+        self.watched = seen[0] == WATCHED
+        self.whole = self.ends is not None and self.ends.known and seen[1] == FITS
+        return CHANGED not in seen
+
+
+@dataclass
+class Ends:
+    """The embedding and the norm after the last layer, which are called as ever while somebody watches them.
+
+    Attributes:
+        guard, weights: as of a plan.
+        known: whether they are of a kind that the core computes.
+        table: address of the embedding's weight; vocabulary: its rows.
+        norm: address of the norm's weight; eps: of the norm.
+    """
+
+    guard: Any
+    weights: list[tuple[dict, str, int, tuple, tuple]] = field(default_factory=list)
+    known: bool = False
+    table: int = 0
+    vocabulary: int = 0
+    norm: int = 0
+    eps: float = 0.0
+
+
+def _seen(of: Plan | Ends) -> int:
+    seen = of.guard.look()
+    return seen if all(map(_is_same, of.weights)) else CHANGED
 
 
 def _is_same(weight: tuple[dict, str, int, tuple, tuple]) -> bool:
@@ -114,38 +149,60 @@ def _is_its_own(cls: type) -> bool:
 def make_plan(model: nn.Module) -> Plan:
     """What `FusedDecoder` needs of this model as it is now."""
     plan = Plan(native._native.Guard(_watched, EXCHANGE))
-    classes = _watch_modules(plan.guard, model)
-    try:
-        for cls in classes:
-            _need(cls.forward is _first_forward.setdefault(cls, cls.forward) and _is_its_own(cls))
-        _fill(plan, model)
-    except _Unknown:
-        plan.decoder = None
-    plan.watched = plan.guard.look() == WATCHED
+    inside = [
+        (parent, name)
+        for parent in model.modules()
+        for name, module in parent._modules.items()
+        if module is not None and not (parent is model and name in ENDS)
+    ]
+    classes = _watch(plan.guard, inside)
+    plan.guard.size(model.layers._modules)
+    for name in ("_global_forward_hooks", "_global_forward_pre_hooks"):
+        plan.guard.empty(vars(nn.modules.module), name)
+    with contextlib.suppress(_Unknown):
+        _need_own_forward(classes)
+        plan.decoder = _decoder(plan, model)
+        plan.ends = _ends(model)
+    plan.look()
     return plan
 
 
-def _watch_modules(guard: Any, model: nn.Module) -> set[type]:
-    """All modules but those that are called as ever must stay, unwatched; returns their classes."""
-    called = {"embed_tokens", "norm"}
+def _watch(guard: Any, modules: list[tuple[nn.Module, str]]) -> set[type]:
+    """These modules (parent, name) must stay, unwatched; returns their classes."""
     found: dict[nn.Module, None] = {}
-    for parent in model.modules():
-        for name, module in parent._modules.items():
-            if module is not None and not (parent is model and name in called):
-                guard.module(parent._modules, name, module)
-                found[module] = None
+    for parent, name in modules:
+        guard.module(parent._modules, name, parent._modules[name])
+        found[parent._modules[name]] = None
     for module in found:
         own = vars(module)
         guard.missing(own, "forward")
         guard.hooks(own, "_forward_hooks")
         guard.empty(own, "_forward_pre_hooks")
-    for name in ("_global_forward_hooks", "_global_forward_pre_hooks"):
-        guard.empty(vars(nn.modules.module), name)
-    guard.size(model.layers._modules)
     classes = {type(module) for module in found if hasattr(type(module), "forward")}
     for cls in classes:
         guard.forward_of(cls)
     return classes
+
+
+def _need_own_forward(classes: set[type]) -> None:
+    for cls in classes:
+        _need(cls.forward is _first_forward.setdefault(cls, cls.forward) and _is_its_own(cls))
+
+
+def _ends(model: nn.Module) -> Ends:
+    ends, hidden = Ends(native._native.Guard(_watched, EXCHANGE)), model.config.hidden_size
+    classes = _watch(ends.guard, [(model, name) for name in ENDS])
+    embedding, norm = (getattr(model, name) for name in ENDS)
+    with contextlib.suppress(_Unknown):
+        _need_own_forward(classes)
+        _need(type(embedding) is nn.Embedding)
+        _keep(ends, vars(embedding), "max_norm", None)
+        ends.vocabulary = embedding.num_embeddings
+        ends.table = _tensor(ends, embedding, "weight", (ends.vocabulary, hidden))
+        ends.norm, ends.eps = _norm(ends, norm, hidden), norm.variance_epsilon
+        _keep(ends, vars(norm), "variance_epsilon", ends.eps)
+        ends.known = True
+    return ends
 
 
 def _is_theirs(module: nn.Module, names: set[str]) -> bool:
@@ -154,7 +211,7 @@ def _is_theirs(module: nn.Module, names: set[str]) -> bool:
     return cls.__name__ in names and cls.__module__.startswith("transformers.models.")
 
 
-def _fill(plan: Plan, model: nn.Module) -> None:
+def _decoder(plan: Plan, model: nn.Module) -> Any:
     config = model.config
     plan.layers, plan.hidden = len(model.layers), config.hidden_size
     first = model.layers[0].self_attn if plan.layers else None
@@ -171,10 +228,10 @@ def _fill(plan: Plan, model: nn.Module) -> None:
         _need(_is_theirs(layer, LAYERS) and _is_theirs(layer.mlp, BLOCKS))
         _keep(plan, vars(layer.self_attn), "layer_idx", index)
         _add_layer(plan, decoder, layer, (heads * plan.head_dim, kv_heads * plan.head_dim))
-    plan.decoder = decoder
+    return decoder
 
 
-def _keep(plan: Plan, attributes: dict[str, Any], name: str, value: Any) -> None:
+def _keep(plan: Plan | Ends, attributes: dict[str, Any], name: str, value: Any) -> None:
     """The plan relies on this attribute, which must have this value."""
     _need(attributes.get(name) == value)
     plan.guard.equals(attributes, name, value)
@@ -259,7 +316,7 @@ def _few_of(plan: Plan, owner: Any, kind: type) -> Any:
     return packed
 
 
-def _tensor(plan: Plan, module: nn.Module, name: str, shape: tuple[int, ...]) -> int:
+def _tensor(plan: Plan | Ends, module: nn.Module, name: str, shape: tuple[int, ...]) -> int:
     tensor = module._parameters.get(name)
     _need(
         tensor is not None
@@ -276,7 +333,7 @@ def _tensor(plan: Plan, module: nn.Module, name: str, shape: tuple[int, ...]) ->
     return tensor.data_ptr()
 
 
-def _norm(plan: Plan, module: nn.Module, size: int) -> int:
+def _norm(plan: Plan | Ends, module: nn.Module, size: int) -> int:
     _need(isinstance(module, FusedRMSNorm))
     return _tensor(plan, module, "weight", (size,))
 

@@ -10,6 +10,7 @@ import torch
 import int4moe_ipex
 from int4moe_ipex.backends import native
 from int4moe_ipex.models import attention, decode_plan
+from int4moe_ipex.models.cache import cache_keyword, growing_cache
 from int4moe_ipex.models.decode_plan import make_plan
 from tests.models.decoding import both_ways, checkpoint, one_more
 
@@ -107,6 +108,90 @@ def test_changes_are_noticed(exchange, model, change):
     with torch.no_grad():
         change(model)
     assert not plan.holds()
+
+
+def another_row(model):
+    embedding = model.model.embed_tokens
+    model.model.embed_tokens = torch.nn.Embedding.from_pretrained(embedding.weight.flip(0))
+
+
+END_CHANGES = {
+    "another embedding": another_row,
+    "a moved embedding": lambda m: setattr(m.model.embed_tokens.weight, "data", m.model.embed_tokens.weight.flip(0)),
+    "a shorter embedding": lambda m: setattr(m.model.embed_tokens.weight, "data", m.model.embed_tokens.weight[:60]),
+    "a largest norm": lambda m: setattr(m.model.embed_tokens, "max_norm", 0.01),
+    "another norm": lambda m: setattr(m.model, "norm", torch.nn.RMSNorm(64, 0.5).bfloat16().requires_grad_(False)),
+    "no norm": lambda m: setattr(m.model, "norm", torch.nn.Identity()),
+    "a moved norm": lambda m: setattr(m.model.norm.weight, "data", 2 * m.model.norm.weight),
+    "a class": lambda m: setattr(m.model.norm, "__class__", torch.nn.Identity),
+    "eps": lambda m: setattr(m.model.norm, "variance_epsilon", 0.5),
+    "a gradient": lambda m: m.model.embed_tokens.weight.requires_grad_(True),
+}
+
+
+@pytest.mark.parametrize("name", END_CHANGES)
+def test_changes_before_and_after_the_layers_are_noticed(exchange, steps, model, name):
+    plan = make_plan(model.model)
+    assert plan.holds() and plan.whole
+    before = one_more(model).logits
+    with torch.no_grad():
+        END_CHANGES[name](model)
+    assert not plan.holds()
+    ours, theirs = both_ways(model, lambda: one_more(model).logits)
+    assert torch.equal(ours, theirs) and len(steps) == 2
+    assert torch.equal(ours, before) == (name in ("a gradient", "a shorter embedding"))
+
+
+def doubled(module):
+    inner = module.forward
+    module.forward = lambda x: 2 * inner(x)
+
+
+END_WATCHES = {
+    "an embedding's hook": lambda m: m.embed_tokens.register_forward_hook(lambda module, args, out: 2 * out),
+    "an embedding's hook before": lambda m: m.embed_tokens.register_forward_pre_hook(lambda module, args: args[0] // 2),
+    "an embedding's forward": lambda m: doubled(m.embed_tokens),
+    "a norm's hook": lambda m: m.norm.register_forward_hook(lambda module, args, out: 2 * out),
+    "a norm's hook before": lambda m: m.norm.register_forward_pre_hook(lambda module, args: 0 * args[0]),
+    "a norm's forward": lambda m: doubled(m.norm),
+}
+
+
+@pytest.mark.parametrize("watch", END_WATCHES.values(), ids=END_WATCHES)
+def test_what_watches_before_and_after_the_layers_is_called(steps, model, watch):
+    before = one_more(model).logits
+    plan = model.model._plan
+    watch(model.model)
+    ours, theirs = both_ways(model, lambda: one_more(model).logits)
+    assert torch.equal(ours, theirs) and not torch.equal(ours, before)
+    assert len(steps) == 2 and model.model._plan is plan and not plan.whole
+
+
+def test_an_embedding_that_was_patched_is_obeyed(steps, model, monkeypatch):
+    before = one_more(model).logits
+    inner = torch.nn.Embedding.forward
+    monkeypatch.setattr(torch.nn.Embedding, "forward", lambda self, ids: 2 * inner(self, ids))
+    ours, theirs = both_ways(model, lambda: one_more(model).logits)
+    assert torch.equal(ours, theirs) and not torch.equal(ours, before)
+    monkeypatch.undo()
+    assert torch.equal(one_more(model).logits, before) and model.model._plan.whole
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.int16, torch.float32])
+@pytest.mark.parametrize("token", [0, 63, 64, -1])
+def test_ids_that_are_none_of_the_embedding_are_errors_as_ever(model, token, dtype):
+    def run():
+        cache = growing_cache(model)
+        with torch.no_grad():
+            model(torch.tensor([[5, 6, 7]]), **{cache_keyword(): cache})
+            try:
+                return model(torch.tensor([[token]], dtype=dtype), **{cache_keyword(): cache}).logits, None
+            except (IndexError, RuntimeError) as error:
+                return None, str(error)
+
+    (ours, mine), (theirs, other) = both_ways(model, run)
+    assert mine == other and (ours is None or torch.equal(ours, theirs))
+    assert (mine is None) == (token in (0, 63) and dtype in (torch.int32, torch.int64))
 
 
 def test_a_patched_class_is_noticed(exchange, model, monkeypatch):
