@@ -75,6 +75,16 @@ void bind_elementwise(nb::module_& m) {
     t.ids = address<int64_t>(ids);
     softmax_top_k(t, threads);
   });
+  m.def("gated_silu", [](int type, int64_t rows, int64_t columns, uintptr_t gate, uintptr_t up, uintptr_t y, int threads) {
+    nb::gil_scoped_release release;
+    gated_silu(FloatType(type), rows, columns, address<void>(gate), address<void>(up), address<void>(y), threads);
+  });
+  m.def("add_scaled", [](int type, int64_t rows, int64_t columns, uintptr_t x, uintptr_t shared, uintptr_t score,
+                         uintptr_t y, int threads) {
+    nb::gil_scoped_release release;
+    add_scaled(FloatType(type), rows, columns, address<void>(x), address<void>(shared), address<void>(score),
+               address<void>(y), threads);
+  });
 }
 
 NB_MODULE(_native, m) {

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstring>
 #include <deque>
+#include <initializer_list>
 #include <optional>
 #include <utility>
 
@@ -58,22 +59,23 @@ class PyDecoder {
       : shape_{hidden, heads, kv_heads, head_dim, avx512} {}
 
   void add_layer(std::pair<uintptr_t, uintptr_t> norms, float eps, const std::vector<PyDecodeLinear>& qkvo,
-                 std::pair<uintptr_t, uintptr_t> head_norms, bool whole_norms, float head_eps, float scale, uintptr_t router,
-                 bool normalise, int score_type, int top_k, const PyExperts& experts, uintptr_t blob) {
+                 std::pair<uintptr_t, uintptr_t> head_norms, bool whole_norms, float head_eps, float scale) {
     DecodeLayer l;
     l.input_norm = address<const uint16_t>(norms.first);
     l.post_norm = address<const uint16_t>(norms.second);
     l.eps = eps;
-    DecodeLinear* const linears[] = {&l.q, &l.k, &l.v, &l.o};
-    for (int i = 0; i < 4; ++i) {
-      *linears[i] = qkvo.at(size_t(i)).linear;
-      if (const auto& layout = qkvo[size_t(i)].layout) linears[i]->layout = keep(*layout);
-    }
+    take(qkvo, {&l.q, &l.k, &l.v, &l.o});
     l.q_norm = address<const uint16_t>(head_norms.first);
     l.k_norm = address<const uint16_t>(head_norms.second);
     l.whole_norms = whole_norms;
     l.head_eps = head_eps;
     l.scale = scale;
+    layers_.push_back(l);
+  }
+
+  // To the last layer.
+  void add_experts(uintptr_t router, bool normalise, int score_type, int top_k, const PyExperts& experts, uintptr_t blob) {
+    DecodeLayer& l = layers_.back();
     l.router = address<const uint16_t>(router);
     l.normalise = normalise;
     l.score_type = FloatType(score_type);
@@ -81,7 +83,12 @@ class PyDecoder {
     l.experts = experts.fixed(FloatType::kBFloat16);
     l.experts.layout = keep(experts.layout());
     l.experts.blob = address<const uint8_t>(blob);
-    layers_.push_back(l);
+  }
+
+  // To the last layer: gate, up and down, and the score if there is one.
+  void add_mlp(const std::vector<PyDecodeLinear>& linears) {
+    DecodeLayer& l = layers_.back();
+    take(linears, {&l.gate, &l.up, &l.down, &l.score});
   }
 
   void step(uintptr_t hidden, uintptr_t cos, uintptr_t sin, int cos_rows, const PyDecodeCaches& caches, int threads) {
@@ -107,6 +114,15 @@ class PyDecoder {
                           address<const uint16_t>(sin), cos_rows, caches.where(), caches.lengths.data(),
                           std::max(threads, 1), seconds};
     decode_step(shape_, layers_, args);
+  }
+
+  void take(const std::vector<PyDecodeLinear>& from, std::initializer_list<DecodeLinear*> to) {
+    DecodeLinear* const* at = to.begin();
+    for (const PyDecodeLinear& p : from) {
+      **at = p.linear;
+      if (p.layout) (*at)->layout = keep(*p.layout);
+      ++at;
+    }
   }
 
   const Layout* keep(const Layout& layout) { return &layouts_.emplace_back(layout); }
@@ -136,6 +152,8 @@ void bind_decode(nb::module_& m) {
       .def(nb::init<int, int, int, int, bool>(), nb::arg("hidden"), nb::arg("heads"), nb::arg("kv_heads"), nb::arg("head_dim"),
            nb::arg("avx512"))
       .def("add_layer", &PyDecoder::add_layer)
+      .def("add_experts", &PyDecoder::add_experts)
+      .def("add_mlp", &PyDecoder::add_mlp)
       .def("step", &PyDecoder::step)
       .def("take_seconds", &PyDecoder::take_seconds)
       .def_rw("timed", &PyDecoder::timed);

@@ -8,6 +8,7 @@
 #include <optional>
 
 #include "core/attention.h"
+#include "core/decode_products.h"
 #include "core/elementwise.h"
 #include "core/experts_pass.h"
 #include "core/routing.h"
@@ -24,34 +25,21 @@ namespace int4moe {
 
 namespace {
 
-constexpr int kMostBlocks = 64;  // of 16 rows, that a thread takes at once, for up to
-constexpr int kItemRows = 8;     // sequences; fewer for more
-constexpr int kOwnRows = 2;      // sequences that every thread normalises and prepares for itself, which saves a barrier
-constexpr int kProjectionsTogether = 3;
+constexpr int kOwnRows = 2;  // sequences that every thread normalises and prepares for itself, which saves a barrier
 
 using Clock = std::chrono::steady_clock;
-
-// Outputs of up to three linears over one input, each dense [rows][its rows].
-struct Group {
-  const DecodeLinear* linear[kProjectionsTogether];
-  uint16_t* out[kProjectionsTogether];
-  int count;
-};
 
 class Step {
  public:
   Step(const DecodeShape& shape, const std::vector<DecodeLayer>& layers, const DecodeArgs& args, Assignments& work,
        std::vector<ExpertsItem>& items)
-      : s_(shape), layers_(layers), a_(args), work_(work), items_(items) {
+      : s_(shape), layers_(layers), a_(args), products_(args.rows, args.threads), work_(work), items_(items) {
     for (const DecodeLayer& l : layers_) {
-      for (const DecodeLinear* p : {&l.q, &l.k, &l.v, &l.o}) {
-        columns_ = std::max(columns_, p->columns);
-        const size_t bytes = p->layout ? p->kernels->row_bytes(matrix(*p)) : size_t(p->columns) * sizeof(float);
-        prepared_bytes_ = std::max(prepared_bytes_, (bytes * size_t(a_.rows) + 63) / 64 * 64);
-      }
+      for (const DecodeLinear* p : {&l.q, &l.k, &l.v, &l.o, &l.gate, &l.up, &l.down, &l.score}) products_.expect(*p);
       whole_norms_ = whole_norms_ || l.whole_norms;
-      experts_ = std::max(experts_, l.experts.layout->experts());
+      inner_ = std::max(inner_, l.up.rows);
       top_k_ = std::max(top_k_, l.top_k);
+      if (l.top_k) experts_ = std::max(experts_, l.experts.layout->experts());
     }
     int64_t longest = 0;
     for (int r = 0; r < a_.rows; ++r) {
@@ -70,6 +58,10 @@ class Step {
     v_ = c.take<uint16_t>(rows * size_t(s_.kv_heads) * s_.head_dim);
     mixed_ = c.take<uint16_t>(rows * size_t(s_.heads) * s_.head_dim);
     added_ = c.take<uint16_t>(rows * size_t(s_.hidden));
+    gate_ = c.take<uint16_t>(rows * size_t(inner_));
+    up_ = c.take<uint16_t>(rows * size_t(inner_));
+    score_ = c.take<uint16_t>(rows);
+    shared_ = c.take<uint16_t>(inner_ ? rows * size_t(s_.hidden) : 0);
     logits_ = c.take<uint16_t>(rows * size_t(experts_));
     scores_ = c.take<float>(rows * size_t(top_k_));
     ids_ = c.take<int64_t>(rows * size_t(top_k_));
@@ -83,14 +75,13 @@ class Step {
       in.wide = c.take<float>(rows * size_t(s_.hidden));
       in.q = whole_norms_ ? c.take<uint16_t>(rows * size_t(s_.heads) * s_.head_dim) : nullptr;
       in.k = whole_norms_ ? c.take<uint16_t>(rows * size_t(s_.kv_heads) * s_.head_dim) : nullptr;
-      for (uint8_t*& p : in.prepared) p = c.take<uint8_t>(prepared_bytes_);
+      in.prepared = products_.carve_prepared(c);
     }
     mine_.resize(size_t(a_.threads));
     for (Mine& m : mine_) {
-      m.stage = c.take<float>(size_t(columns_) + 16);
+      products_.carve(c, m.products);
       m.query = c.take<uint16_t>(size_t(s_.heads / s_.kv_heads) * s_.head_dim);
       m.scratch = c.take<float>(scratch_floats_);
-      m.out = c.take<float>(rows * kMostBlocks * kBlockRows);
     }
     return c.used();
   }
@@ -106,14 +97,15 @@ class Step {
     Mine& m = mine_[size_t(team.id)];
     const bool shared = inputs_.size() < mine_.size();
     m.in = &inputs_[shared ? 0 : size_t(team.id)];
-    m.first_row = shared ? team.id : 0;
-    m.row_step = shared ? team.size : 1;
+    m.products.prepared = &m.in->prepared;
+    m.products.first_row = shared ? team.id : 0;
+    m.products.row_step = shared ? team.size : 1;
     each_row(m, [&](int r) { std::memcpy(hidden(m, r), a_.hidden + size_t(r) * s_.hidden, size_t(s_.hidden) * 2); });
     if (team.id == 0) last_ = Clock::now();
     for (size_t i = 0; i < layers_.size(); ++i) {
       attention_block(team, m, i);
       took(team, kAttentionPart);
-      if (!experts_block(team, m, i)) return;
+      if (!mlp_block(team, m, i)) return;
       took(team, kExpertsPart);
     }
     if (!shared && team.id) return;
@@ -121,21 +113,21 @@ class Step {
   }
 
  private:
-  enum Phase { kInputs, kHeads, kOutput, kPhases };
+  enum Phase { kInputs, kHeads, kOutput, kInner, kDown, kPhases };
 
   // What linears read: each thread's own, or with many sequences that of all, to which a thread brings its rows.
   struct Inputs {
     uint16_t *hidden, *normed;
     uint16_t *q, *k;  // after norms of all heads together
     float* wide;  // what is normalised for the router
-    uint8_t* prepared[kProjectionsTogether];
+    DecodeProducts::Prepared prepared;
   };
 
   struct Mine {
     uint16_t* query;
-    float *stage, *out, *scratch;
+    float* scratch;
     Inputs* in;
-    int first_row, row_step;  // of the rows that this thread keeps up
+    DecodeProducts::Mine products;
   };
 
   uint16_t* hidden(const Mine& m, int row) const { return m.in->hidden + size_t(row) * s_.hidden; }
@@ -143,12 +135,12 @@ class Step {
 
   template <class F>
   void each_row(const Mine& m, F&& f) const {
-    for (int r = m.first_row; r < a_.rows; r += m.row_step) f(r);
+    for (int r = m.products.first_row; r < a_.rows; r += m.products.row_step) f(r);
   }
 
   // Before threads read what others have brought.
   static void brought(const Team& team, const Mine& m) {
-    if (m.row_step > 1) team.barrier();
+    if (m.products.row_step > 1) team.barrier();
   }
 
   void took(const Team& team, DecodePart part) {
@@ -157,8 +149,6 @@ class Step {
     a_.seconds[part] += std::chrono::duration<double>(now - last_).count();
     last_ = now;
   }
-
-  static Matrix matrix(const DecodeLinear& p) { return p.layout->matrix(p.blob, 0, kUp); }
 
   std::atomic<int>& counter(size_t layer, Phase phase) { return counters_[layer * kPhases + phase]; }
 
@@ -181,15 +171,30 @@ class Step {
     each_row(m, [&](int r) { avx2::add_bf16(s_.hidden, added_ + size_t(r) * s_.hidden, hidden(m, r)); });
   }
 
+  // What experts and MLP gave, by way of `normed`, which has been read.
+  void add_both(Mine& m, const DecodeLayer& l) {
+    each_row(m, [&](int r) {
+      const uint16_t *experts = added_ + size_t(r) * s_.hidden, *mlp = shared_ + size_t(r) * s_.hidden;
+      uint16_t* sum = normed(m, r);
+      if (l.score.rows) {
+        avx2::add_scaled_row(FloatType::kBFloat16, s_.hidden, experts, mlp, score_ + r, sum);
+      } else {
+        std::memcpy(sum, experts, size_t(s_.hidden) * sizeof(uint16_t));
+        avx2::add_bf16(s_.hidden, mlp, sum);
+      }
+      avx2::add_bf16(s_.hidden, sum, hidden(m, r));
+    });
+  }
+
   void attention_block(const Team& team, Mine& m, size_t i) {
     const DecodeLayer& l = layers_[i];
     normalise(m, l.input_norm, l.eps);
-    multiply(team, m, m.in->normed, {{&l.q, &l.k, &l.v}, {q_, k_, v_}, 3}, counter(i, kInputs));
+    products_.multiply(team, m.products, m.in->normed, {{&l.q, &l.k, &l.v}, {q_, k_, v_}, 3}, counter(i, kInputs));
     team.barrier();
     if (l.whole_norms) normalise_heads(team, m, l);
     heads(m, l, a_.caches + i * size_t(a_.rows), counter(i, kHeads));
     team.barrier();
-    multiply(team, m, mixed_, {{&l.o}, {added_}, 1}, counter(i, kOutput));
+    products_.multiply(team, m.products, mixed_, {{&l.o}, {added_}, 1}, counter(i, kOutput));
     team.barrier();
     add(m);
   }
@@ -252,109 +257,48 @@ class Step {
     runs_left_[pair].store(runs, std::memory_order_relaxed);  // for the next layer, which begins behind a barrier
   }
 
-  void prepare(Mine& m, const DecodeLinear& p, const uint16_t* x, uint8_t* prepared) {
-    if (!p.layout) {
-      auto* wide = reinterpret_cast<float*>(prepared);
-      each_row(m, [&](int r) { avx2::widen(p.columns, x + size_t(r) * p.columns, wide + size_t(r) * p.columns); });
-      return;
-    }
-    const Matrix w = matrix(p);
-    const size_t bytes = p.kernels->row_bytes(w);
-    const int32_t* perm = p.layout->perm(p.blob, 0, kUp);
-    each_row(m, [&](int r) {
-      p.kernels->load(FloatType::kBFloat16, x + size_t(r) * p.columns, perm, m.stage, size_t(p.columns));
-      p.kernels->prepare(w, m.stage, prepared + bytes * size_t(r));
-    });
-  }
-
-  // Whether b reads what `prepare` wrote for a.
-  static bool same_input(const DecodeLinear& a, const DecodeLinear& b) {
-    if (!a.layout || !b.layout) return !a.layout && !b.layout;
-    return a.kernels == b.kernels && matrix(a).group_size == matrix(b).group_size && !a.layout->perm(a.blob, 0, kUp) &&
-           !b.layout->perm(b.blob, 0, kUp);
-  }
-
-  void multiply(const Team& team, Mine& m, const uint16_t* x, const Group& g, std::atomic<int>& next) {
-    const uint8_t* prepared[kProjectionsTogether] = {};
-    int ends[kProjectionsTogether];
-    for (int i = 0, end = 0; i < g.count; ++i) {
-      for (int j = 0; j < i && !prepared[i]; ++j) {
-        if (same_input(*g.linear[j], *g.linear[i])) prepared[i] = prepared[j];
-      }
-      if (!prepared[i]) {
-        prepare(m, *g.linear[i], x, m.in->prepared[i]);
-        prepared[i] = m.in->prepared[i];
-      }
-      ends[i] = end += ceil_div(g.linear[i]->rows, kBlockRows);
-    }
-    brought(team, m);
-    const auto part = [&](const Share& share) {
-      int i = 0;
-      while (share.first >= ends[i]) ++i;
-      return i;
-    };
-    const auto codes = [&](const Share& share) -> const uint8_t* {
-      if (!share.count) return nullptr;
-      const int i = part(share);
-      return g.linear[i]->layout ? matrix(*g.linear[i]).block_codes(share.first - (i ? ends[i - 1] : 0)) : nullptr;
-    };
-    const int most = kMostBlocks * kItemRows / std::max(kItemRows, a_.rows);
-    const auto take = [&] { return take_share(next, ends, g.count, a_.threads, most); };
-    for (Share now = take(); now.count;) {
-      const Share after = take();
-      const int i = part(now);
-      item(m, *g.linear[i], now.first - (i ? ends[i - 1] : 0), now.count, prepared[i], g.out[i], codes(after));
-      now = after;
-    }
-  }
-
-  void item(Mine& m, const DecodeLinear& p, int first, int blocks, const uint8_t* prepared, uint16_t* y, const uint8_t* next) {
-    const int column = first * kBlockRows, width = blocks * kBlockRows, valid = std::min(width, p.rows - column);
-    if (!p.layout) {
-      dense(p.dense, p.bias, p.rows, p.columns, column, column + valid, reinterpret_cast<const float*>(prepared), y);
-      return;
-    }
-    const Matrix w = matrix(p);
-    const Rows rows{prepared, p.kernels->row_bytes(w), nullptr, a_.rows};
-    p.kernels->multiply(w, first, blocks, rows, m.out, size_t(width), next);
-    const float* bias = p.layout->bias(p.blob, 0, kUp);
-    for (int r = 0; r < a_.rows; ++r) {
-      float* out = m.out + size_t(r) * width;
-      if (bias) {
-        for (int j = 0; j < valid; ++j) out[j] += bias[column + j];
-      }
-      p.kernels->store(FloatType::kBFloat16, out, y + size_t(r) * p.rows + column, size_t(valid));
-    }
-  }
-
-  void dense(const uint16_t* w, const uint16_t* bias, int64_t rows, int64_t columns, int64_t first, int64_t last,
-             const float* wide, uint16_t* y) {
-    for (int from = 0; from < a_.rows; from += avx2::kDenseTile) {
-      const int n = std::min(avx2::kDenseTile, a_.rows - from);
-      avx2::dense_rows(n, first, last, rows, columns, wide + from * columns, w, bias, y + from * rows);
-    }
-  }
-
-  bool experts_block(const Team& team, Mine& m, size_t i) {
+  // Experts, an MLP for all tokens, or the sum of both.
+  bool mlp_block(const Team& team, Mine& m, size_t i) {
     const DecodeLayer& l = layers_[i];
-    const int experts = l.experts.layout->experts();
+    const bool mlp = l.up.rows;
     normalise(m, l.post_norm, l.eps);
-    each_row(m, [&](int r) { avx2::widen(s_.hidden, normed(m, r), m.in->wide + size_t(r) * s_.hidden); });
-    brought(team, m);
-    dense(l.router, nullptr, experts, s_.hidden, int64_t(experts) * team.id / team.size,
-          int64_t(experts) * (team.id + 1) / team.size, m.in->wide, logits_);
-    team.barrier();
-    if (team.id == 0) route(l, m.in->normed, experts);
+    if (l.top_k) choose(team, m, l);
+    if (mlp) {
+      const DecodeGroup inner{{&l.gate, &l.up, &l.score}, {gate_, up_, score_}, l.score.rows ? 3 : 2};
+      products_.multiply(team, m.products, m.in->normed, inner, counter(i, kInner));
+    }
     team.barrier();
     if (failed_) return false;
-    took(team, kRouterPart);
-    pass_->run(team);
+    if (mlp) activate(team, int64_t(a_.rows) * l.up.rows);
+    if (l.top_k) {
+      pass_->run(team);  // its threads meet: what was activated is complete behind it
+    } else {
+      team.barrier();
+    }
+    if (mlp) products_.multiply(team, m.products, gate_, {{&l.down}, {l.top_k ? shared_ : added_}, 1}, counter(i, kDown));
     team.barrier();
-    add(m);
+    l.top_k && mlp ? add_both(m, l) : add(m);
     return true;
   }
 
-  // By one thread while the others wait: which experts, and who does what.
+  void choose(const Team& team, Mine& m, const DecodeLayer& l) {
+    const int experts = l.experts.layout->experts();
+    each_row(m, [&](int r) { avx2::widen(s_.hidden, normed(m, r), m.in->wide + size_t(r) * s_.hidden); });
+    brought(team, m);
+    products_.dense(l.router, nullptr, experts, s_.hidden, int64_t(experts) * team.id / team.size,
+                    int64_t(experts) * (team.id + 1) / team.size, m.in->wide, logits_);
+    team.barrier();
+    if (team.id == 0) route(l, m.in->normed, experts);
+    took(team, kRouterPart);
+  }
+
+  // gate_ becomes the input of down.
+  void activate(const Team& team, int64_t count) {
+    const int64_t first = count * team.id / team.size, last = count * (team.id + 1) / team.size;
+    avx2::gated_silu(FloatType::kBFloat16, last - first, gate_ + first, up_ + first, gate_ + first);
+  }
+
+  // By one thread while the others wait or begin with the MLP: which experts, and who does what.
   void route(const DecodeLayer& l, const uint16_t* x, int experts) {
     try {
       const TopK top{FloatType::kBFloat16, a_.rows, experts, l.top_k, logits_, l.normalise, l.score_type, scores_, ids_};
@@ -385,10 +329,11 @@ class Step {
   const DecodeShape& s_;
   const std::vector<DecodeLayer>& layers_;
   const DecodeArgs& a_;
-  int columns_ = 0, experts_ = 0, top_k_ = 0;
+  DecodeProducts products_;
+  int experts_ = 0, top_k_ = 0, inner_ = 0;
   bool whole_norms_ = false;
-  size_t prepared_bytes_ = 0;
   uint16_t *q_ = nullptr, *k_ = nullptr, *v_ = nullptr, *mixed_ = nullptr, *added_ = nullptr, *logits_ = nullptr;
+  uint16_t *gate_ = nullptr, *up_ = nullptr, *score_ = nullptr, *shared_ = nullptr;
   float* scores_ = nullptr;
   int64_t* ids_ = nullptr;
   std::atomic<int> *counters_ = nullptr, *runs_left_ = nullptr;

@@ -24,8 +24,8 @@ struct DecodeLinear {
   int rows = 0, columns = 0;
 };
 
-// Attention over rotated whole heads, then experts behind a softmax router; both with an RMSNorm before and the sum with
-// what came in after. Norms and routers are bfloat16.
+// Attention over rotated whole heads, then experts behind a softmax router, an MLP, or both; the two with an RMSNorm
+// before and the sum with what came in after. Norms and routers are bfloat16.
 struct DecodeLayer {
   const uint16_t *input_norm = nullptr, *post_norm = nullptr;  // [hidden]
   float eps = 0;
@@ -36,8 +36,10 @@ struct DecodeLayer {
   const uint16_t* router = nullptr;                     // [experts, hidden]
   bool normalise = false;                               // divide the scores of the chosen by their sum
   FloatType score_type = FloatType::kBFloat16;
-  int top_k = 0;
+  int top_k = 0;        // 0: no experts
   ExpertsArgs experts;  // layout, kernels, blob, activation and one_input
+  DecodeLinear gate, up, down;  // down(silu(gate) * up) for every token; without rows: none
+  DecodeLinear score;           // [1, hidden]: its sigmoid is the weight of that beside the experts; without rows: 1
 };
 
 struct DecodeShape {
@@ -65,7 +67,8 @@ struct DecodeArgs {
 enum DecodePart { kAttentionPart = 0, kRouterPart = 1, kExpertsPart = 2, kDecodeParts = 3 };
 
 // Needs dense_available(). Keys and values are written behind those there are; the result's bits are those of the single
-// operations (rms_norm, linear_forward, rotate, attention, dense_linear, softmax_top_k, experts_forward) in turn.
+// operations (rms_norm, linear_forward, rotate, attention, dense_linear, softmax_top_k, experts_forward, gated_silu, add_scaled) in
+// turn.
 // Throws std::bad_alloc.
 void decode_step(const DecodeShape& shape, const std::vector<DecodeLayer>& layers, const DecodeArgs& args);
 

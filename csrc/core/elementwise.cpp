@@ -42,11 +42,30 @@ void softmax_top_k(const TopK& t, int threads) {
   each_row(t.tokens, int64_t(t.experts) * t.top_k, threads, [&](int64_t token) { avx2::top_k_one(t, token); });
 }
 
+void gated_silu(FloatType type, int64_t rows, int64_t columns, const void* gate, const void* up, void* y, int threads) {
+  const int64_t bytes = columns * (type == FloatType::kFloat32 ? 4 : 2);
+  each_row(rows, columns, threads, [&](int64_t r) {
+    avx2::gated_silu(type, columns, static_cast<const char*>(gate) + r * bytes, static_cast<const char*>(up) + r * bytes,
+                     static_cast<char*>(y) + r * bytes);
+  });
+}
+
+void add_scaled(FloatType type, int64_t rows, int64_t columns, const void* x, const void* shared, const void* score,
+                void* y, int threads) {
+  const int64_t size = type == FloatType::kFloat32 ? 4 : 2, bytes = columns * size;
+  each_row(rows, columns, threads, [&](int64_t r) {
+    avx2::add_scaled_row(type, columns, static_cast<const char*>(x) + r * bytes, static_cast<const char*>(shared) + r * bytes,
+                         static_cast<const char*>(score) + r * size, static_cast<char*>(y) + r * bytes);
+  });
+}
+
 #else
 
 void rms_norm(FloatType, int64_t, int64_t, const void*, const void*, float, void*, int) {}
 void rotate(const Rotary&, int) {}
 void softmax_top_k(const TopK&, int) {}
+void gated_silu(FloatType, int64_t, int64_t, const void*, const void*, void*, int) {}
+void add_scaled(FloatType, int64_t, int64_t, const void*, const void*, const void*, void*, int) {}
 
 #endif
 

@@ -42,4 +42,11 @@ struct TopK {
 
 void softmax_top_k(const TopK& t, int threads);
 
+// y = round(silu(gate)) * up, rounded; each dense [rows, columns] of `type` (bfloat16 or float32). y may be gate or up.
+void gated_silu(FloatType type, int64_t rows, int64_t columns, const void* gate, const void* up, void* y, int threads);
+
+// y[r] = x[r] + round(round(sigmoid(score[r])) * shared[r]), rounded; x, shared and y dense [rows, columns], score [rows].
+void add_scaled(FloatType type, int64_t rows, int64_t columns, const void* x, const void* shared, const void* score,
+                void* y, int threads);
+
 }  // namespace int4moe

@@ -1,6 +1,10 @@
-// Plain C++ that the compiler turns into vectors.
+// Plain C++ that the compiler turns into vectors, but for exponentials.
 #include "isa/avx2_elementwise.h"
 
+#include <algorithm>
+
+#pragma GCC diagnostic ignored "-Wunused-function"
+#include "isa/avx2_common.h"
 #include "isa/float_bits.h"
 
 namespace int4moe {
@@ -109,6 +113,27 @@ void top_k_row(const TopK& t, int64_t token) {
   }
 }
 
+template <class T>
+void gated(int64_t count, const typename T::Stored* gate, const typename T::Stored* up, typename T::Stored* y) {
+  constexpr int64_t kAtOnce = 256;
+  alignas(32) float a[kAtOnce] = {};
+  for (int64_t at = 0; at < count; at += kAtOnce) {
+    const int64_t n = std::min(kAtOnce, count - at);
+    for (int64_t i = 0; i < n; ++i) a[i] = T::load(gate[at + i]);
+    activate_all<ActivationKind::kSilu>(nullptr, a, a, size_t(n + 7) / 8 * 8);
+#pragma GCC ivdep
+    for (int64_t i = 0; i < n; ++i) y[at + i] = T::store(round_to<T>(a[i]) * T::load(up[at + i]));
+  }
+}
+
+template <class T>
+void add_scaled(int64_t n, const typename T::Stored* x, const typename T::Stored* shared, const typename T::Stored* score,
+                typename T::Stored* y) {
+  const float weight = round_to<T>(1.0f / (1.0f + __builtin_expf(-T::load(*score))));
+#pragma GCC ivdep
+  for (int64_t i = 0; i < n; ++i) y[i] = T::store(T::load(x[i]) + round_to<T>(weight * T::load(shared[i])));
+}
+
 }  // namespace
 
 void rms_norm_row(FloatType type, int64_t columns, const void* x, const void* weight, float eps, void* y) {
@@ -127,6 +152,24 @@ void rotate_one(const Rotary& r, int64_t row) {
 
 void top_k_one(const TopK& t, int64_t token) {
   t.type == FloatType::kBFloat16 ? top_k_row<BFloat>(t, token) : top_k_row<Float>(t, token);
+}
+
+void gated_silu(FloatType type, int64_t count, const void* gate, const void* up, void* y) {
+  if (type == FloatType::kBFloat16) {
+    gated<BFloat>(count, static_cast<const uint16_t*>(gate), static_cast<const uint16_t*>(up), static_cast<uint16_t*>(y));
+  } else {
+    gated<Float>(count, static_cast<const float*>(gate), static_cast<const float*>(up), static_cast<float*>(y));
+  }
+}
+
+void add_scaled_row(FloatType type, int64_t columns, const void* x, const void* shared, const void* score, void* y) {
+  if (type == FloatType::kBFloat16) {
+    add_scaled<BFloat>(columns, static_cast<const uint16_t*>(x), static_cast<const uint16_t*>(shared),
+                       static_cast<const uint16_t*>(score), static_cast<uint16_t*>(y));
+  } else {
+    add_scaled<Float>(columns, static_cast<const float*>(x), static_cast<const float*>(shared),
+                      static_cast<const float*>(score), static_cast<float*>(y));
+  }
 }
 
 void add_bf16(int64_t count, const uint16_t* x, uint16_t* y) {

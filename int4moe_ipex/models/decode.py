@@ -24,7 +24,7 @@ from int4moe_ipex.models.cache import GrowingLayer, cache_keyword, growing
 from int4moe_ipex.models.decode_plan import Ends, Plan, make_plan
 
 # Classes whose forward is known, by name in their own module of transformers; their layers: decode_plan.py.
-MODELS = {"Qwen3MoeModel", "MixtralModel", "OlmoeModel"}
+MODELS = {"Qwen3MoeModel", "MixtralModel", "OlmoeModel", "Qwen2MoeModel"}
 # Products of a step that one thread computes as fast as several, which meet eight times a layer.
 ALONE = 1 << 20
 OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
@@ -85,7 +85,8 @@ class FusedDecoder:
     ):
         past = kwargs.get("past_key_values", cache)
         hidden = None
-        if inputs_embeds is None and past is not None and self._is_plain(kwargs):
+        caching = self.config.use_cache if use_cache is None else use_cache  # without, some return no cache
+        if inputs_embeds is None and past is not None and caching and self._is_plain(kwargs):
             hidden = self._step(input_ids, attention_mask, position_ids, past)
         if hidden is not None:
             return MoeModelOutputWithPast(last_hidden_state=hidden, **{cache_keyword(): past})

@@ -16,22 +16,26 @@ from int4moe_ipex.models import attention
 from int4moe_ipex.models.cache import kind_of
 from int4moe_ipex.models.fused import (
     MAX_EXPERTS,
+    SILU,
     FusedAttention,
     FusedLinear,
+    FusedMLP,
     FusedRMSNorm,
     FusedRotaryEmbedding,
+    FusedSharedExpertBlock,
     FusedTopKRouter,
     FusedWholeNormAttention,
     _fused_class,
+    is_fused,
 )
 from int4moe_ipex.moe.experts import Int4Experts
 from int4moe_ipex.moe.linear import Int4Linear
 
 # Classes whose forward is known to be what the core computes, by name in their own module of transformers.
-LAYERS = {"Qwen3MoeDecoderLayer", "MixtralDecoderLayer", "OlmoeDecoderLayer"}
+LAYERS = {"Qwen3MoeDecoderLayer", "MixtralDecoderLayer", "OlmoeDecoderLayer", "Qwen2MoeDecoderLayer"}
 BLOCKS = {"Qwen3MoeSparseMoeBlock", "MixtralSparseMoeBlock", "OlmoeSparseMoeBlock"}
-# Settings of a family that change what its modules compute: None, or not there.
-UNSET = ("sliding_window", "clip_qkv")
+# Settings of single families that change what their modules compute, with the values that do not.
+PLAIN = {"sliding_window": (None, 0), "clip_qkv": (None,)}
 ENDS = ("embed_tokens", "norm")
 ASK_AGAIN = 64  # steps through the modules after which a model that was unfit is looked at again
 
@@ -219,16 +223,29 @@ def _decoder(plan: Plan, model: nn.Module) -> Any:
     plan.rows, plan.head_dim = native._native.decode_rows, first.head_dim
     _need(plan.hidden % 32 == 0 and plan.head_dim % 16 == 0)
     _keep(plan, vars(config), "num_hidden_layers", plan.layers)
-    for name in UNSET:
-        _keep(plan, vars(config), name, None)
+    for name, values in PLAIN.items():
+        value = vars(config).get(name)
+        _need(value in values)
+        plan.guard.equals(vars(config), name, value)
+    _need_full_attention(plan, config)
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     plan.cache_kind = kind_of(*[(torch.bfloat16, kv_heads, plan.head_dim)] * 2)
     decoder = native._native.Decoder(plan.hidden, heads, kv_heads, plan.head_dim, attention.wide())
     for index, layer in enumerate(model.layers):
-        _need(_is_theirs(layer, LAYERS) and _is_theirs(layer.mlp, BLOCKS))
+        _need(_is_theirs(layer, LAYERS))
         _keep(plan, vars(layer.self_attn), "layer_idx", index)
         _add_layer(plan, decoder, layer, (heads * plan.head_dim, kv_heads * plan.head_dim))
     return decoder
+
+
+def _need_full_attention(plan: Plan, config: Any) -> None:
+    kinds = vars(config).get("layer_types")
+    if kinds is None:
+        plan.guard.equals(vars(config), "layer_types", None)
+        return
+    _need(set(kinds) <= {"full_attention"})
+    plan.guard.same(vars(config), "layer_types", kinds)
+    plan.guard.items(kinds)
 
 
 def _keep(plan: Plan | Ends, attributes: dict[str, Any], name: str, value: Any) -> None:
@@ -238,33 +255,26 @@ def _keep(plan: Plan | Ends, attributes: dict[str, Any], name: str, value: Any) 
 
 
 def _add_layer(plan: Plan, decoder: Any, layer: nn.Module, widths: tuple[int, int]) -> None:
-    attn, router, experts = layer.self_attn, layer.mlp.gate, layer.mlp.experts
+    attn = layer.self_attn
     hidden, (wide, narrow) = plan.hidden, widths
     norms = layer.input_layernorm, layer.post_attention_layernorm
     head_norms = getattr(attn, "q_norm", None), getattr(attn, "k_norm", None)
-    _need(isinstance(attn, FusedAttention) and isinstance(router, FusedTopKRouter) and type(experts) is Int4Experts)
-    _need(all(isinstance(m, FusedRMSNorm) for m in norms) and (head_norms[0] is None) == (head_norms[1] is None))
+    _need(isinstance(attn, FusedAttention) and all(isinstance(m, FusedRMSNorm) for m in norms))
+    _need((head_norms[0] is None) == (head_norms[1] is None))
     eps = norms[0].variance_epsilon
     whole = isinstance(attn, FusedWholeNormAttention)
     _need(not whole or head_norms[0] is not None)
     head_eps = 0.0 if head_norms[0] is None else head_norms[0].variance_epsilon
-    normalise = getattr(router, "norm_topk_prob", None)  # Mixtral always does, and keeps float32 scores
     for module, name, value in (
         (attn, "head_dim", plan.head_dim),
         (attn, "scaling", attn.scaling),
         (attn, "training", False),  # dropout
         (layer.mlp, "training", False),  # jitter
         (attn, "sliding_window", None),
-        (router, "top_k", router.top_k),
-        (router, "norm_topk_prob", normalise),
         *((m, "variance_epsilon", eps) for m in norms),
         *((m, "variance_epsilon", head_eps) for m in head_norms if m is not None),
     ):
         _keep(plan, vars(module), name, value)
-    packed = _experts_pack(plan, experts)
-    spec = packed.spec
-    _need(router.num_experts == spec.num_experts <= MAX_EXPERTS and spec.hidden_size == hidden)
-    plan.products += router.top_k * 3 * hidden * spec.intermediate_size
     decoder.add_layer(
         (_norm(plan, norms[0], hidden), _norm(plan, norms[1], hidden)),
         eps,
@@ -280,7 +290,44 @@ def _add_layer(plan: Plan, decoder: Any, layer: nn.Module, widths: tuple[int, in
         whole,
         head_eps,
         attn.scaling,
-        _tensor(plan, router, "weight", (router.num_experts, hidden)),
+    )
+    _add_block(plan, decoder, layer.mlp)
+
+
+def _add_block(plan: Plan, decoder: Any, block: nn.Module) -> None:
+    """What follows attention: experts, an MLP for all tokens, or both."""
+    mlp = score = None
+    if is_fused(block, FusedMLP):
+        mlp = block
+    else:
+        if is_fused(block, FusedSharedExpertBlock):
+            mlp, score = block.shared_expert, block.shared_expert_gate
+        else:
+            _need(_is_theirs(block, BLOCKS))
+        _add_experts(plan, decoder, block.gate, block.experts)
+    if mlp is None:
+        return
+    _need(is_fused(mlp, FusedMLP) and type(mlp.act_fn) in SILU)
+    inner = mlp.up_proj.out_features
+    linears = [
+        _linear(plan, mlp.gate_proj, plan.hidden, inner),
+        _linear(plan, mlp.up_proj, plan.hidden, inner),
+        _linear(plan, mlp.down_proj, inner, plan.hidden),
+    ]
+    decoder.add_mlp(linears if score is None else [*linears, _linear(plan, score, plan.hidden, 1)])
+
+
+def _add_experts(plan: Plan, decoder: Any, router: nn.Module, experts: nn.Module) -> None:
+    _need(isinstance(router, FusedTopKRouter) and type(experts) is Int4Experts)
+    normalise = getattr(router, "norm_topk_prob", None)  # Mixtral always does, and keeps float32 scores
+    _keep(plan, vars(router), "top_k", router.top_k)
+    _keep(plan, vars(router), "norm_topk_prob", normalise)
+    packed = _experts_pack(plan, experts)
+    spec = packed.spec
+    _need(router.num_experts == spec.num_experts <= MAX_EXPERTS and spec.hidden_size == plan.hidden)
+    plan.products += router.top_k * 3 * plan.hidden * spec.intermediate_size
+    decoder.add_experts(
+        _tensor(plan, router, "weight", (router.num_experts, plan.hidden)),
         normalise is None or bool(normalise),
         native.FLOAT_TYPES[torch.float32 if normalise is None else torch.bfloat16],
         router.top_k,

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers.activations import SiLUActivation
 
 from int4moe_ipex.backends import native
 from int4moe_ipex.models import attention
@@ -209,6 +210,53 @@ class FusedTopKRouter:
         return logits, scores, ids
 
 
+class FusedMLP:
+    """`down(silu(gate(x)) * up(x))` with the middle in one pass."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        act = self.act_fn
+        if type(act) not in SILU or act._forward_hooks or act._forward_pre_hooks:
+            return super().forward(x)
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        if gate.shape != up.shape or not _plain(gate, up):
+            return self.down_proj(act(gate) * up)
+        y = torch.empty_like(gate)
+        native._native.gated_silu(
+            DTYPES[y.dtype],
+            y.numel() // y.shape[-1],
+            y.shape[-1],
+            gate.data_ptr(),
+            up.data_ptr(),
+            y.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return self.down_proj(y)
+
+
+class FusedSharedExpertBlock:
+    """Experts and, weighted by the sigmoid of a score, an expert that all tokens share: their sum in one pass."""
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        x = hidden_states.view(-1, hidden_states.shape[-1])
+        shared = self.shared_expert(x)
+        _, weights, ids = self.gate(x)
+        experts = self.experts(x, ids, weights)
+        score = self.shared_expert_gate(x)
+        if not _plain(experts, shared, score) or experts.shape != shared.shape or score.numel() != experts.shape[0]:
+            return (experts + torch.sigmoid(score) * shared).reshape(hidden_states.shape)
+        y = torch.empty_like(experts)
+        native._native.add_scaled(
+            DTYPES[y.dtype],
+            *y.shape,
+            experts.data_ptr(),
+            shared.data_ptr(),
+            score.data_ptr(),
+            y.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return y.reshape(hidden_states.shape)
+
+
 def _few_tokens(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
     """F.linear where the core has it and is faster: bfloat16, a few tokens, in_features a multiple of 32."""
     rows, columns = weight.shape
@@ -237,6 +285,9 @@ ATTENTIONS = {"Qwen2MoeAttention", "Qwen3MoeAttention", "MixtralAttention"}
 WHOLE_NORM_ATTENTIONS = {"OlmoeAttention"}
 ROTARY = {f"{f}RotaryEmbedding" for f in ("Qwen2Moe", "Qwen3Moe", "Mixtral", "Olmoe", "DeepseekV3", "Glm4Moe")}
 ROUTERS = {"Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter", "OlmoeTopKRouter", "MixtralTopKRouter"}
+MLPS = {"Qwen2MoeMLP"}
+SHARED_EXPERT_BLOCKS = {"Qwen2MoeSparseMoeBlock"}
+SILU = {nn.SiLU, SiLUActivation}
 
 
 def _fusion(module: nn.Module) -> type | None:
@@ -256,6 +307,10 @@ def _fusion(module: nn.Module) -> type | None:
         return FusedAttention
     if cls.__name__ in WHOLE_NORM_ATTENTIONS and _heads_are_plain(module):
         return FusedWholeNormAttention
+    if cls.__name__ in MLPS and type(module.act_fn) in SILU:
+        return FusedMLP
+    if cls.__name__ in SHARED_EXPERT_BLOCKS:
+        return FusedSharedExpertBlock
     return None
 
 
@@ -268,6 +323,12 @@ def _heads_are_plain(attention: Any) -> bool:
 @functools.cache
 def _fused_class(fusion: type, cls: type) -> type:
     return type(f"Fused{cls.__name__}", (fusion, cls), {"__module__": __name__})
+
+
+def is_fused(module: nn.Module, fusion: type) -> bool:
+    """Whether a module is one of transformers' made into this fusion, and not somebody's subclass of that."""
+    cls = type(module)
+    return len(cls.__bases__) == 2 and cls.__bases__[0] is fusion and cls is _fused_class(*cls.__bases__)
 
 
 def fuse(model: nn.Module, keep_attention: bool = False) -> dict[str, int]:

@@ -21,7 +21,7 @@ using namespace int4moe;
 
 namespace {
 
-constexpr int kHidden = 96, kInner = 56, kHeads = 6, kKvHeads = 2, kHeadDim = 32, kExperts = 5, kTopK = 2, kLayers = 3;
+constexpr int kHidden = 96, kInner = 56, kHeads = 6, kKvHeads = 2, kHeadDim = 32, kExperts = 5, kTopK = 2, kLayers = 6, kMlp = 72;
 constexpr int kRoom = 320;
 // Tokens in the cache of each sequence; keys are in blocks of 64 and runs of 256.
 const std::vector<int64_t> kLengths = [] {
@@ -76,7 +76,7 @@ struct Packed {
 struct Model {
   Random random{31};
   // The second layer has act-order and biases in its first linear, and a dense one for keys; the third norms over all
-  // heads together.
+  // heads together. The fourth has a scored MLP beside its experts, the fifth one without a score, the sixth no experts.
   std::vector<Packed> linears, experts;
   std::vector<Words> words;  // norms, routers and dense weights
   std::vector<DecodeLayer> layers;
@@ -84,9 +84,9 @@ struct Model {
   bool avx512;
 
   explicit Model(const Kernels& k) : avx512(k.features & kAvx512) {
-    linears.reserve(4 * kLayers);
+    linears.reserve(8 * kLayers);
     experts.reserve(kLayers);
-    words.reserve(8 * kLayers);
+    words.reserve(12 * kLayers);
     for (int i = 0; i < kLayers; ++i) {
       DecodeLayer l;
       l.input_norm = keep(kHidden, 0.1f, 1);
@@ -106,6 +106,16 @@ struct Model {
         l.k_norm = keep(kKvHeads * kHeadDim, 0.1f, 1);
       }
       l.scale = 0.25f;
+      if (i >= 3) {
+        l.gate = int4(k, kMlp, kHidden, i == 4);
+        l.up = i == 5 ? dense(kMlp, kHidden) : int4(k, kMlp, kHidden, false);
+        l.down = int4(k, kHidden, kMlp, i == 4);
+      }
+      if (i == 3) l.score = dense(1, kHidden);
+      if (i == 5) {
+        layers.push_back(l);
+        continue;
+      }
       l.router = keep(size_t(kExperts) * kHidden, 0.1f);
       l.normalise = i == 0;
       l.score_type = i ? FloatType::kFloat32 : FloatType::kBFloat16;
@@ -126,7 +136,7 @@ struct Model {
   }
 
   DecodeLinear int4(const Kernels& k, int rows, int columns, bool more) {
-    linears.emplace_back(Layout(1, Dims{}, dims(rows, columns, 32, more), Dims{}), random);
+    linears.emplace_back(Layout(1, Dims{}, dims(rows, columns, columns % 32 ? 24 : 32, more), Dims{}), random);
     return {&linears.back().layout, &k, linears.back().blob.data(), nullptr, nullptr, rows, columns};
   }
 
@@ -208,7 +218,17 @@ void one_by_one(const Model& m, int rows, State& s) {
     add(s.hidden, multiply(l.o, rows, mixed));
 
     rms_norm(kType, rows, kHidden, s.hidden.data(), l.post_norm, l.eps, normed.data(), 1);
-    Words logits(size_t(rows) * kExperts), y(s.hidden.size());
+    Words mlp, y(s.hidden.size());
+    if (l.up.rows) {
+      Words gate = multiply(l.gate, rows, normed), up = multiply(l.up, rows, normed);
+      gated_silu(kType, rows, kMlp, gate.data(), up.data(), gate.data(), 1);
+      mlp = multiply(l.down, rows, gate);
+    }
+    if (!l.top_k) {
+      add(s.hidden, mlp);
+      continue;
+    }
+    Words logits(size_t(rows) * kExperts);
     dense_linear(rows, kExperts, kHidden, normed.data(), l.router, nullptr, logits.data(), 1);
     std::vector<float> scores(size_t(rows) * kTopK);
     std::vector<int64_t> ids(size_t(rows) * kTopK);
@@ -227,6 +247,12 @@ void one_by_one(const Model& m, int rows, State& s) {
     a.x_stride = a.y_stride = kHidden;
     a.y = y.data();
     experts_forward(a, r);
+    if (l.score.rows) {
+      const Words score = multiply(l.score, rows, normed);
+      add_scaled(kType, rows, kHidden, y.data(), mlp.data(), score.data(), y.data(), 1);
+    } else if (l.up.rows) {
+      add(y, mlp);
+    }
     add(s.hidden, y);
   }
 }

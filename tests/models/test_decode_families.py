@@ -1,10 +1,14 @@
 """What single families have of their own, in the modules and in a decoding step in one call."""
 
+import copy
+
 import pytest
 import torch
+from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeConfig, Qwen2MoeMLP, Qwen2MoeSparseMoeBlock
 
 import int4moe_ipex
-from int4moe_ipex.models import attention, fused
+from int4moe_ipex.backends import native
+from int4moe_ipex.models import attention, decode, fused
 from tests.models.decoding import both_ways, checkpoint, logits_of, module_by_module, one_more, tokens
 
 pytestmark = pytest.mark.skipif(not attention.available(), reason="no native core here, or a CPU without AVX2")
@@ -26,6 +30,7 @@ def unfuse(model):
 
 FUSED = {
     "olmoe": {"OlmoeRMSNorm", "OlmoeTopKRouter", "OlmoeAttention"},
+    "qwen2_moe": {"Qwen2MoeAttention", "Qwen2MoeTopKRouter", "Qwen2MoeMLP", "Qwen2MoeSparseMoeBlock"},
 }
 
 
@@ -84,3 +89,177 @@ def test_a_norm_of_all_heads_is_watched(tmp_path, steps):
     model.model.layers[1].self_attn.k_norm.variance_epsilon = 0.5
     ours, theirs = both_ways(model, lambda: one_more(model).logits)
     assert torch.equal(ours, theirs) and not torch.equal(ours, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(1, 1), (1, 7), (3, 40), (300, 100)])
+def test_mlp(dtype, shape):
+    torch.manual_seed(4)
+    stock = Qwen2MoeMLP(Qwen2MoeConfig(hidden_size=32), intermediate_size=shape[1]).to(dtype).requires_grad_(False)
+    x = torch.randn(shape[0], 1, 32, dtype=dtype) * 4
+    ours = as_fused(stock)(x)
+    assert ours.shape == x.shape and relative(ours, stock(x)) < (1e-6 if dtype is torch.float32 else 6e-3)
+
+
+def as_fused(module: torch.nn.Module) -> torch.nn.Module:
+    twin = copy.deepcopy(module)
+    twin.__class__ = fused._fused_class(fused._fusion(twin), type(twin))
+    return twin
+
+
+def test_every_bfloat16_of_silu():
+    """Next to what is exact, but for results so small that e^-x is beyond float32."""
+    gate = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    gate = gate[gate.isfinite()]
+    ours, up = torch.empty_like(gate), torch.ones_like(gate)
+    pointers = gate.data_ptr(), up.data_ptr(), ours.data_ptr()
+    native._native.gated_silu(fused.DTYPES[gate.dtype], 1, gate.numel(), *pointers, 2)
+    exact = (gate.double() * torch.sigmoid(gate.double())).float()
+    off = (ours.float() - exact).abs()
+    assert (off <= exact.abs() * 2**-8 + 2e-37).all()
+    want = exact.bfloat16()
+    assert (ours != want).float().mean() < 1e-3
+    limits = torch.tensor([float("inf"), float("-inf"), float("nan"), 300.0, -300.0], dtype=torch.bfloat16)
+    ours, up = torch.empty_like(limits), torch.ones_like(limits)
+    native._native.gated_silu(1, 1, 5, limits.data_ptr(), up.data_ptr(), ours.data_ptr(), 1)
+    assert ours[0] == float("inf") and ours[2].isnan() and ours[3] == 300 and ours[4].abs() < 1e-30
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [1, 5, 300])
+def test_shared_expert_block(dtype, tokens):
+    torch.manual_seed(5)
+    sizes = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 48, "num_experts_per_tok": 2}
+    config = Qwen2MoeConfig(hidden_size=64, num_experts=6, **sizes)
+    stock = Qwen2MoeSparseMoeBlock(config)
+    for parameter in stock.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    stock = stock.to(dtype).eval().requires_grad_(False)
+    x = torch.randn(1, tokens, 64, dtype=dtype) * 2
+    ours, theirs = as_fused(stock)(x), stock(x)
+    assert ours.shape == theirs.shape and relative(ours, theirs) < (1e-6 if dtype is torch.float32 else 4e-3)
+    stock.shared_expert_gate.weight.data.zero_()
+    assert relative(as_fused(stock)(x), theirs) > 0.01
+    grown = as_fused(stock).requires_grad_(True)
+    grown(x).float().sum().backward()
+    assert grown.shared_expert_gate.weight.grad is not None and grown.shared_expert.up_proj.weight.grad is not None
+
+
+def of_block(change):
+    """A change of the second layer of a tiny qwen2_moe, which has experts and a shared one; the first has none."""
+    return lambda model: change(model.model.layers[1].mlp)
+
+
+def relu(mlp):
+    mlp.act_fn = torch.nn.ReLU()
+
+
+def doubled(module):
+    module.register_forward_hook(lambda module, args, out: 2 * out)
+
+
+def subclass(cls):
+    return type(cls.__name__, (cls,), {"forward": lambda self, x: 2 * cls.forward(self, x)})
+
+
+UNUSUAL = {
+    "a hook on an activation": of_block(lambda m: doubled(m.shared_expert.act_fn)),
+    "a hook on the shared expert": of_block(lambda m: doubled(m.shared_expert)),
+    "a hook on its score": of_block(lambda m: doubled(m.shared_expert_gate)),
+    "a hook on its down_proj": of_block(lambda m: doubled(m.shared_expert.down_proj)),
+    "a hook on the experts": of_block(lambda m: doubled(m.experts)),
+    "another activation": of_block(lambda m: relu(m.shared_expert)),
+    "another activation of a dense layer": lambda m: relu(m.model.layers[0].mlp),
+    "a hook in a dense layer": lambda m: doubled(m.model.layers[0].mlp.up_proj),
+    "a hook on a dense layer": lambda m: doubled(m.model.layers[0].mlp),
+    "a shared expert of another kind": of_block(lambda m: setattr(m, "shared_expert", torch.nn.Identity())),
+    "a score of another kind": of_block(
+        lambda m: setattr(m, "shared_expert_gate", torch.nn.Sequential(m.shared_expert_gate, torch.nn.Softplus()))
+    ),
+    "a subclass": of_block(lambda m: setattr(m, "__class__", subclass(type(m)))),
+    "a forward of its own": of_block(lambda m: setattr(m.shared_expert, "forward", lambda x: 2 * x)),
+    "a score that is trained": of_block(lambda m: m.shared_expert_gate.weight.requires_grad_(True)),
+}
+
+
+@pytest.mark.parametrize("change", UNUSUAL.values(), ids=UNUSUAL)
+@pytest.mark.parametrize("before", [True, False])
+def test_what_is_unusual_goes_through_the_modules(tmp_path, steps, change, before):
+    model = int4moe_ipex.load(checkpoint(tmp_path, "qwen2_moe"))
+    plain = logits_of(model)
+    assert len(steps) == 6
+    if not before:
+        model = int4moe_ipex.load(tmp_path)
+    change(model)
+    ours = logits_of(model)
+    assert len(steps) == 6
+    with module_by_module(model):
+        assert torch.equal(logits_of(model), ours)
+    assert torch.equal(ours, plain) == (change is UNUSUAL["a score that is trained"])
+
+
+USUAL = {
+    "norm_topk_prob": of_block(lambda m: setattr(m.gate, "norm_topk_prob", not m.gate.norm_topk_prob)),
+    "top_k": of_block(lambda m: setattr(m.gate, "top_k", 3)),
+    "a moved score": of_block(lambda m: setattr(m.shared_expert_gate.weight, "data", -m.shared_expert_gate.weight)),
+    "a changed score": of_block(lambda m: m.shared_expert_gate.weight.mul_(-2)),
+    "another shared expert": lambda m: setattr(m.model.layers[1].mlp, "shared_expert", exchanged(m)),
+    "no experts": lambda m: setattr(m.model.layers[1], "mlp", m.model.layers[0].mlp),
+    "a dense linear": of_block(lambda m: setattr(m.shared_expert, "up_proj", dense(m.shared_expert.up_proj))),
+}
+
+
+def dense(old):
+    new = torch.nn.Linear(old.in_features, old.out_features, bias=True, dtype=torch.bfloat16).requires_grad_(False)
+    new.__class__ = fused._fused_class(fused.FusedLinear, torch.nn.Linear)
+    return new
+
+
+def exchanged(model):
+    shared = model.model.layers[1].mlp.shared_expert
+    shared.gate_proj, shared.up_proj = shared.up_proj, shared.gate_proj
+    return shared
+
+
+@pytest.mark.parametrize("change", USUAL.values(), ids=USUAL)
+def test_changed_settings_and_parts_are_obeyed(tmp_path, steps, change):
+    model = int4moe_ipex.load(checkpoint(tmp_path, "qwen2_moe"))
+    before = logits_of(model, rows=3)
+    with torch.no_grad():
+        change(model)
+    ours = logits_of(model, rows=3)
+    assert steps == [3] * 12 and not torch.equal(ours, before)
+    with module_by_module(model):
+        assert torch.equal(logits_of(model, rows=3), ours)
+
+
+def test_layers_that_slide_go_through_the_modules(tmp_path, steps):
+    model = int4moe_ipex.load(checkpoint(tmp_path, "qwen2_moe", use_sliding_window=True, sliding_window=4))
+    logits_of(model)
+    assert not steps
+    model = int4moe_ipex.load(checkpoint(tmp_path, "qwen2_moe"))
+    one_more(model)
+    assert steps == [1]
+    model.config.layer_types[1] = "sliding_attention"
+    assert model.model.plan().decoder is None
+
+
+def test_without_caching_the_modules_say_what_is_returned(tmp_path, steps):
+    model = int4moe_ipex.load(checkpoint(tmp_path, "qwen2_moe"))
+    ours, theirs = both_ways(model, lambda: one_more(model, use_cache=False))
+    assert torch.equal(ours.logits, theirs.logits) and ours.past_key_values is theirs.past_key_values and not steps
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("family", FUSED)
+def test_threads_change_nothing(tmp_path, monkeypatch, steps, family, threads):
+    model = int4moe_ipex.load(checkpoint(tmp_path, family))
+    ours = {rows: logits_of(model, rows) for rows in (1, 3, 8)}
+    monkeypatch.setattr(decode, "ALONE", 0)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        assert all(torch.equal(logits_of(model, rows), logits) for rows, logits in ours.items())
+    finally:
+        torch.set_num_threads(before)
+    assert len(steps) == 36

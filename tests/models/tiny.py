@@ -58,6 +58,9 @@ def stock_model(family: str, **changes) -> torch.nn.Module:
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.uniform_(-0.1, 0.1)
+    for name, parameter in model.named_parameters():
+        if name.endswith("proj.bias"):
+            torch.nn.init.uniform_(parameter, -0.5, 0.5)
     return model
 
 
