@@ -1,6 +1,6 @@
 // llama.cpp running a whole model through its public interface, with its defaults (weights rearranged for its fastest
 // kernels, flash attention where it chooses so). Asked one JSON object a line, as own_model.py: {"prefill": T} answers
-// the seconds of a prompt of T tokens, {"decode": N} those of N tokens after a prompt of one.
+// the seconds of a prompt of T tokens, {"decode": N, "context": C} those of N tokens after a prompt of C (1 unless given).
 //
 //   llama_model MODEL.gguf THREADS
 #include <chrono>
@@ -15,15 +15,16 @@
 
 namespace {
 
-constexpr int kContext = 4096;
+constexpr int kContext = 8192, kBatch = 2048;
 
 struct Session {
   llama_context* context;
   int vocabulary;
   std::mt19937 rng{1};
 
-  // As many random tokens in one call; the logits of the last one are computed.
+  // As many random tokens, in one call where they fit a batch; the logits of the last one are computed.
   void feed(int count) {
+    for (; count > kBatch; count -= kBatch) feed(kBatch);
     std::vector<llama_token> tokens(count);
     for (llama_token& token : tokens) token = rng() % vocabulary;
     if (llama_decode(context, llama_batch_get_one(tokens.data(), count)) != 0) {
@@ -47,7 +48,7 @@ int main(int argc, char** argv) {
   if (!model) return 1;
   llama_context_params params = llama_context_default_params();
   params.n_ctx = kContext;
-  params.n_batch = 2048;
+  params.n_batch = kBatch;
   params.n_ubatch = 512;
   params.n_threads = params.n_threads_batch = std::atoi(argv[2]);
   llama_context* context = llama_init_from_model(model, params);
@@ -59,7 +60,8 @@ int main(int argc, char** argv) {
     const bool decode = line.find("\"decode\"") != std::string::npos;
     const int count = std::atoi(line.c_str() + line.find(':') + 1);
     session.clear();
-    if (decode) session.feed(1);
+    const size_t context = line.find("\"context\"");
+    if (decode) session.feed(context == std::string::npos ? 1 : std::atoi(line.c_str() + line.find(':', context) + 1));
     const auto start = std::chrono::steady_clock::now();
     if (decode) {
       for (int i = 0; i < count; ++i) session.feed(1);

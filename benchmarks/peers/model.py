@@ -4,7 +4,8 @@
 
 DIR is where install.py put llama.cpp; the two model files are written below it when absent (about 4 GB each for 12
 layers of qwen3-30b-a3b). Both have int4 embeddings-to-logits heads unless --head says otherwise: q4_0 for llama.cpp and
-a GPTQ head for ours; "default" is what each side's users have, Q6_K and 16 bits. Decoding starts from an empty context.
+a GPTQ head for ours; "default" is what each side's users have, Q6_K and 16 bits. Decoding starts from an
+empty context unless --context says otherwise.
 """
 
 from __future__ import annotations
@@ -82,13 +83,13 @@ class Live:
                 return json.loads(line)
         sys.exit(f"{' '.join(self.command)} ended with status {self.process.wait()}")
 
-    def ask(self, what: str, tokens: int) -> dict:
-        self.process.stdin.write(json.dumps({what: tokens}) + "\n")
+    def ask(self, what: str, tokens: int, **options: int) -> dict:
+        self.process.stdin.write(json.dumps({what: tokens} | options) + "\n")
         return self._answer()
 
-    def rate(self, what: str, tokens: int) -> float:
+    def rate(self, what: str, tokens: int, **options: int) -> float:
         """Tokens per second."""
-        return tokens / self.ask(what, tokens)["seconds"]
+        return tokens / self.ask(what, tokens, **options)["seconds"]
 
     def close(self) -> None:
         self.process.stdin.close()
@@ -108,6 +109,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--prompt-tokens", type=int, default=512)
     parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--context", type=int, default=1, help="tokens before those that are decoded (up to 8000)")
     parser.add_argument("--write-only", action="store_true", help="write the model files and stop")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -117,7 +119,14 @@ def main() -> None:
         return
     isa = "avx2" if args.isa == "avx2" else "native"
     env = os.environ | {"OMP_NUM_THREADS": str(args.threads)} | (AVX2_ENVIRONMENT if isa == "avx2" else {})
-    report = {"layers": args.layers, "head": args.head, "isa": isa, "threads": args.threads, "rows": []}
+    report = {
+        "layers": args.layers,
+        "head": args.head,
+        "isa": isa,
+        "threads": args.threads,
+        "context": args.context,
+        "rows": [],
+    }
     llama = Live(directory / "ggml" / f"llama_model_{isa}", file, args.threads, env=env)
     for compute in args.compute.split(","):
         options = (f"--threads={args.threads}", f"--compute={compute}")
@@ -127,9 +136,10 @@ def main() -> None:
         for live in sides.values():  # first touch of every page
             live.ask("prefill", args.prompt_tokens)
         for _ in range(args.rounds):
-            for what, tokens in (("prefill", args.prompt_tokens), ("decode", args.new_tokens)):
-                for side, live in sides.items():
-                    rates[side][what].append(live.rate(what, tokens))
+            for side, live in sides.items():
+                rates[side]["prefill"].append(live.rate("prefill", args.prompt_tokens))
+            for side, live in sides.items():
+                rates[side]["decode"].append(live.rate("decode", args.new_tokens, context=args.context))
         parts = own.ask("parts", args.prompt_tokens)
         own.close()
         print(f"{compute} ({', '.join(own.about['paths'])}), {args.layers} layers, head {args.head}, {isa}")

@@ -1,7 +1,8 @@
-"""This package running a whole checkpoint, asked one JSON object a line: {"prefill": T}, {"decode": N}, {"parts": T}.
+"""This package running a whole checkpoint, asked one JSON object a line.
 
-Answers {"seconds": s} for a prompt of T tokens, for N tokens decoded after a prompt of one, or the seconds of one
-decode step and of one prefill of T tokens by part of the model.
+{"prefill": T} answers {"seconds": s} of a prompt of T tokens, {"decode": N, "context": C} those of N tokens after a
+prompt of C (1 unless given), {"parts": T} the seconds of one decode step and of one prefill of T tokens by part of the
+model.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ def main() -> None:
         session.feed(ids)
         return time.perf_counter() - start
 
-    def decode(tokens: int) -> float:
+    def decode(tokens: int, context: int = 1) -> float:
         session = Session(model)
-        session.feed(prompt(1))
+        session.feed(prompt(context))
         start = time.perf_counter()
         for _ in range(tokens):
             session.step()
@@ -66,11 +67,11 @@ def main() -> None:
 
     with torch.inference_mode():
         for line in sys.stdin:
-            (what, tokens), *_ = json.loads(line).items()
+            (what, tokens), *options = json.loads(line).items()
             if what == "parts":
                 answer = parts(tokens) | {"peak_rss": peak_rss_bytes()}
             else:
-                answer = {"seconds": {"prefill": prefill, "decode": decode}[what](tokens)}
+                answer = {"seconds": {"prefill": prefill, "decode": decode}[what](tokens, **dict(options))}
             print(json.dumps(answer), flush=True)
 
 
