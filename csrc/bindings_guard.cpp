@@ -66,7 +66,7 @@ void ask_for(const nb::object& object) { ask_for(uintptr_t(object.ptr()), 1); }
 void ask_for_entries(const nb::object& dict) {
   uintptr_t words[2];
   std::memcpy(words, reinterpret_cast<char*>(dict.ptr()) + PyDict_Type.tp_basicsize - sizeof words, sizeof words);
-  ask_for(words[0], 128);
+  ask_for(words[0], 256);
   ask_for(words[1], 192);
 }
 
