@@ -27,6 +27,10 @@ void bind_dense(nb::module_& m) {
     dense_linear(tokens, rows, columns, address<uint16_t>(x), address<uint16_t>(w), address<uint16_t>(bias),
                  address<uint16_t>(y), threads);
   });
+  m.def("float_linear", [](int tokens, int64_t rows, int64_t columns, uintptr_t x, uintptr_t w, uintptr_t y, int threads) {
+    nb::gil_scoped_release release;
+    float_linear(tokens, rows, columns, address<uint16_t>(x), address<float>(w), address<float>(y), threads);
+  });
   using Strides = std::tuple<int64_t, int64_t, int64_t>;
   m.def("attention", [](int type, int64_t batch, int heads, int kv_heads, int64_t tokens, int64_t keys, int head_dim,
                         int value_dim, uintptr_t q, Strides qs, uintptr_t k, Strides ks, uintptr_t v, Strides vs,
@@ -47,8 +51,9 @@ void bind_elementwise(nb::module_& m) {
     rms_norm(FloatType(type), rows, columns, address<void>(x), address<void>(weight), eps, address<void>(y), threads);
   });
   m.def("rotate", [](int type, int64_t rows, int heads, int head_dim, uintptr_t x, uintptr_t cos, uintptr_t sin,
-                     int64_t cos_rows, uintptr_t norm, float eps, int threads) {
-    Rotary r;
+                     int64_t cos_rows, int turned, uintptr_t norm, float eps, int threads) {
+    Rotary r{};
+    r.turned = turned;
     r.type = FloatType(type);
     r.rows = rows;
     r.heads = heads;
@@ -74,6 +79,11 @@ void bind_elementwise(nb::module_& m) {
     t.scores = address<void>(scores);
     t.ids = address<int64_t>(ids);
     softmax_top_k(t, threads);
+  });
+  m.def("sigmoid_top_k", [](int64_t tokens, int experts, int top_k, int groups, int top_groups, uintptr_t logits,
+                            uintptr_t bias, bool normalise, float factor, uintptr_t scores, uintptr_t ids, int threads) {
+    sigmoid_top_k({tokens, experts, top_k, groups, top_groups, address<float>(logits), address<float>(bias), normalise, factor,
+                   address<float>(scores), address<int64_t>(ids)}, threads);
   });
   m.def("gated_silu", [](int type, int64_t rows, int64_t columns, uintptr_t gate, uintptr_t up, uintptr_t y, int threads) {
     nb::gil_scoped_release release;

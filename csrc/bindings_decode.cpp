@@ -55,8 +55,8 @@ bool take_rows(uintptr_t table, int64_t count, int64_t row_bytes, const std::vec
 
 class PyDecoder {
  public:
-  PyDecoder(int hidden, int heads, int kv_heads, int head_dim, bool avx512)
-      : shape_{hidden, heads, kv_heads, head_dim, avx512} {}
+  PyDecoder(int hidden, int heads, int kv_heads, int head_dim, bool avx512, int turned)
+      : shape_{hidden, heads, kv_heads, head_dim, avx512, turned} {}
 
   void add_layer(std::pair<uintptr_t, uintptr_t> norms, float eps, const std::vector<PyDecodeLinear>& qkvo,
                  std::pair<uintptr_t, uintptr_t> head_norms, bool whole_norms, float head_eps, float scale) {
@@ -83,6 +83,11 @@ class PyDecoder {
     l.experts = experts.fixed(FloatType::kBFloat16);
     l.experts.layout = keep(experts.layout());
     l.experts.blob = address<const uint8_t>(blob);
+  }
+
+  // In place of the router that `add_experts` got none of.
+  void set_sigmoid_router(uintptr_t weight, uintptr_t bias, int groups, int top_groups, float factor) {
+    layers_.back().sigmoid = {address<const float>(weight), address<const float>(bias), groups, top_groups, factor};
   }
 
   // To the last layer: gate, up and down, and the score if there is one.
@@ -149,10 +154,11 @@ void bind_decode(nb::module_& m) {
       .def("extend", &PyDecodeCaches::extend)
       .def_ro("lengths", &PyDecodeCaches::lengths);
   nb::class_<PyDecoder>(m, "Decoder")
-      .def(nb::init<int, int, int, int, bool>(), nb::arg("hidden"), nb::arg("heads"), nb::arg("kv_heads"), nb::arg("head_dim"),
-           nb::arg("avx512"))
+      .def(nb::init<int, int, int, int, bool, int>(), nb::arg("hidden"), nb::arg("heads"), nb::arg("kv_heads"), nb::arg("head_dim"),
+           nb::arg("avx512"), nb::arg("turned"))
       .def("add_layer", &PyDecoder::add_layer)
       .def("add_experts", &PyDecoder::add_experts)
+      .def("set_sigmoid_router", &PyDecoder::set_sigmoid_router)
       .def("add_mlp", &PyDecoder::add_mlp)
       .def("step", &PyDecoder::step)
       .def("take_seconds", &PyDecoder::take_seconds)

@@ -63,6 +63,7 @@ class Step {
     score_ = c.take<uint16_t>(rows);
     shared_ = c.take<uint16_t>(inner_ ? rows * size_t(s_.hidden) : 0);
     logits_ = c.take<uint16_t>(rows * size_t(experts_));
+    float_logits_ = c.take<float>(rows * size_t(experts_));
     scores_ = c.take<float>(rows * size_t(top_k_));
     ids_ = c.take<int64_t>(rows * size_t(top_k_));
     counters_ = c.take<std::atomic<int>>(layers_.size() * kPhases);
@@ -214,9 +215,9 @@ class Step {
   }
 
   void rotate(const DecodeLayer& l, uint16_t* x, int heads, const uint16_t* norm, int row) const {
-    const int64_t at = int64_t(row % a_.cos_rows) * s_.head_dim;
+    const int64_t at = int64_t(row % a_.cos_rows) * s_.turned;
     if (l.whole_norms) norm = nullptr;
-    avx2::rotate_one({FloatType::kBFloat16, 1, heads, s_.head_dim, x, a_.cos + at, a_.sin + at, 1, norm, l.head_eps}, 0);
+    avx2::rotate_one({FloatType::kBFloat16, 1, heads, s_.head_dim, x, a_.cos + at, a_.sin + at, 1, norm, l.head_eps, s_.turned}, 0);
   }
 
   // Rotates, extends the cache and attends. A task is one sequence, one of its key/value heads and a run of keys.
@@ -283,10 +284,14 @@ class Step {
 
   void choose(const Team& team, Mine& m, const DecodeLayer& l) {
     const int experts = l.experts.layout->experts();
-    each_row(m, [&](int r) { avx2::widen(s_.hidden, normed(m, r), m.in->wide + size_t(r) * s_.hidden); });
+    const int64_t first = int64_t(experts) * team.id / team.size, last = int64_t(experts) * (team.id + 1) / team.size;
+    if (l.router) each_row(m, [&](int r) { avx2::widen(s_.hidden, normed(m, r), m.in->wide + size_t(r) * s_.hidden); });
     brought(team, m);
-    products_.dense(l.router, nullptr, experts, s_.hidden, int64_t(experts) * team.id / team.size,
-                    int64_t(experts) * (team.id + 1) / team.size, m.in->wide, logits_);
+    if (l.router) {
+      products_.dense(l.router, nullptr, experts, s_.hidden, first, last, m.in->wide, logits_);
+    } else {
+      avx2::float_rows(a_.rows, first, last, experts, s_.hidden, m.in->normed, l.sigmoid.weight, float_logits_);
+    }
     team.barrier();
     if (team.id == 0) route(l, m.in->normed, experts);
     took(team, kRouterPart);
@@ -302,7 +307,9 @@ class Step {
   void route(const DecodeLayer& l, const uint16_t* x, int experts) {
     try {
       const TopK top{FloatType::kBFloat16, a_.rows, experts, l.top_k, logits_, l.normalise, l.score_type, scores_, ids_};
-      for (int r = 0; r < a_.rows; ++r) avx2::top_k_one(top, r);
+      const SigmoidTopK other{a_.rows, experts, l.top_k, l.sigmoid.groups, l.sigmoid.top_groups, float_logits_,
+                              l.sigmoid.bias, l.normalise, l.sigmoid.factor, scores_, ids_};
+      for (int r = 0; r < a_.rows; ++r) l.router ? avx2::top_k_one(top, r) : avx2::sigmoid_top_k_one(other, r);
       Routing routing;
       routing.ids = ids_;
       routing.id_stride[0] = routing.weight_stride[0] = l.top_k;
@@ -334,7 +341,7 @@ class Step {
   bool whole_norms_ = false;
   uint16_t *q_ = nullptr, *k_ = nullptr, *v_ = nullptr, *mixed_ = nullptr, *added_ = nullptr, *logits_ = nullptr;
   uint16_t *gate_ = nullptr, *up_ = nullptr, *score_ = nullptr, *shared_ = nullptr;
-  float* scores_ = nullptr;
+  float *float_logits_ = nullptr, *scores_ = nullptr;
   int64_t* ids_ = nullptr;
   std::atomic<int> *counters_ = nullptr, *runs_left_ = nullptr;
   int first_run_[kDecodeRows + 1] = {};  // of each sequence, counted for one head

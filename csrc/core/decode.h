@@ -24,8 +24,15 @@ struct DecodeLinear {
   int rows = 0, columns = 0;
 };
 
-// Attention over rotated whole heads, then experts behind a softmax router, an MLP, or both; the two with an RMSNorm
-// before and the sum with what came in after. Norms and routers are bfloat16.
+// A router of core/elementwise.h's SigmoidTopK.
+struct DecodeSigmoid {
+  const float *weight = nullptr, *bias = nullptr;  // [experts, hidden], [experts]
+  int groups = 1, top_groups = 1;
+  float factor = 1;
+};
+
+// Attention over rotated heads, then experts behind a router, an MLP, or both; the two with an RMSNorm before and the sum
+// with what came in after. Norms are bfloat16, as is the weight of a softmax router.
 struct DecodeLayer {
   const uint16_t *input_norm = nullptr, *post_norm = nullptr;  // [hidden]
   float eps = 0;
@@ -33,7 +40,8 @@ struct DecodeLayer {
   const uint16_t *q_norm = nullptr, *k_norm = nullptr;  // [head_dim], or null
   bool whole_norms = false;                             // they are of all heads together: [heads * head_dim]
   float head_eps = 0, scale = 0;                        // scale: of the scores
-  const uint16_t* router = nullptr;                     // [experts, hidden]
+  const uint16_t* router = nullptr;                     // [experts, hidden], of a softmax router; else null
+  DecodeSigmoid sigmoid;
   bool normalise = false;                               // divide the scores of the chosen by their sum
   FloatType score_type = FloatType::kBFloat16;
   int top_k = 0;        // 0: no experts
@@ -45,6 +53,7 @@ struct DecodeLayer {
 struct DecodeShape {
   int hidden = 0, heads = 0, kv_heads = 0, head_dim = 0;  // hidden: a multiple of 32; head_dim: of 16
   bool avx512 = false;  // as in AttentionArgs
+  int turned = 0;       // by the rotation, of each head, from its first on
 };
 
 // Where one sequence's keys and values of one layer lie: strides in elements by head and token. Room for one more token.
@@ -56,7 +65,7 @@ struct DecodeCache {
 struct DecodeArgs {
   int rows = 0;           // sequences, one token each, 1..kDecodeRows
   uint16_t* hidden = nullptr;  // bfloat16 [rows, hidden], in and out
-  const uint16_t *cos = nullptr, *sin = nullptr;  // [cos_rows, head_dim]; row r takes row r % cos_rows
+  const uint16_t *cos = nullptr, *sin = nullptr;  // [cos_rows, turned]; row r takes row r % cos_rows
   int cos_rows = 1;
   const DecodeCache* caches = nullptr;   // [layers][rows]
   const int64_t* lengths = nullptr;      // [rows]: tokens in a sequence's caches before this step

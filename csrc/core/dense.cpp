@@ -30,10 +30,19 @@ void dense_linear(int tokens, int64_t rows, int64_t columns, const uint16_t* x, 
   });
 }
 
+void float_linear(int tokens, int64_t rows, int64_t columns, const uint16_t* x, const float* w, float* y, int threads) {
+  if (rows * columns * 4 < 1 << 18) threads = 1;
+  parallel(threads, [&](const Team& team) {
+    avx2::float_rows(tokens, rows * team.id / team.size, rows * (team.id + 1) / team.size, rows, columns, x, w, y);
+  });
+}
+
 #else
 
 bool dense_available() { return false; }
 void dense_linear(int, int64_t, int64_t, const uint16_t*, const uint16_t*, const uint16_t*, uint16_t*, int) {}
+
+void float_linear(int, int64_t, int64_t, const uint16_t*, const float*, float*, int) {}
 
 #endif
 

@@ -15,4 +15,7 @@ bool dense_available();
 void dense_linear(int tokens, int64_t rows, int64_t columns, const uint16_t* x, const uint16_t* w, const uint16_t* bias,
                   uint16_t* y, int threads);
 
+// y[t, n] = sum over k of w[n, k] x[t, k]: x bfloat16, w and y float32, all dense. For few tokens, as many as a step has.
+void float_linear(int tokens, int64_t rows, int64_t columns, const uint16_t* x, const float* w, float* y, int threads);
+
 }  // namespace int4moe

@@ -42,6 +42,10 @@ void softmax_top_k(const TopK& t, int threads) {
   each_row(t.tokens, int64_t(t.experts) * t.top_k, threads, [&](int64_t token) { avx2::top_k_one(t, token); });
 }
 
+void sigmoid_top_k(const SigmoidTopK& t, int threads) {
+  each_row(t.tokens, int64_t(t.experts) * t.top_k, threads, [&](int64_t token) { avx2::sigmoid_top_k_one(t, token); });
+}
+
 void gated_silu(FloatType type, int64_t rows, int64_t columns, const void* gate, const void* up, void* y, int threads) {
   const int64_t bytes = columns * (type == FloatType::kFloat32 ? 4 : 2);
   each_row(rows, columns, threads, [&](int64_t r) {
@@ -64,6 +68,7 @@ void add_scaled(FloatType type, int64_t rows, int64_t columns, const void* x, co
 void rms_norm(FloatType, int64_t, int64_t, const void*, const void*, float, void*, int) {}
 void rotate(const Rotary&, int) {}
 void softmax_top_k(const TopK&, int) {}
+void sigmoid_top_k(const SigmoidTopK&, int) {}
 void gated_silu(FloatType, int64_t, int64_t, const void*, const void*, void*, int) {}
 void add_scaled(FloatType, int64_t, int64_t, const void*, const void*, const void*, void*, int) {}
 

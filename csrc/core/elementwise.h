@@ -13,16 +13,17 @@ namespace int4moe {
 void rms_norm(FloatType type, int64_t rows, int64_t columns, const void* x, const void* weight, float eps, void* y,
               int threads);
 
-// Rotary position embedding of whole heads, in place, after an optional RMSNorm of each head.
+// Rotary position embedding of heads or the first part of each, in place, after an optional RMSNorm of each head.
 struct Rotary {
   FloatType type;             // bfloat16 or float32, of x, cos, sin and norm
   int64_t rows;               // batch * tokens
   int heads, head_dim;        // x is dense [rows, heads, head_dim]; head_dim is even
   void* x;
-  const void *cos, *sin;      // dense [cos_rows, head_dim]; row r of x takes row r % cos_rows
+  const void *cos, *sin;      // dense [cos_rows, turned]; row r of x takes row r % cos_rows
   int64_t cos_rows;
   const void* norm;           // [head_dim], or null: no norm
   float eps;
+  int turned = head_dim;      // of each head, from its first on; even
 };
 
 // x[i] * cos[i] + (i < half ? -x[i + half] : x[i - half]) * sin[i], computed in float32 and rounded once.
@@ -41,6 +42,20 @@ struct TopK {
 };
 
 void softmax_top_k(const TopK& t, int threads);
+
+// The sigmoid of each expert's logit is its score, and with its bias what it is chosen by: first `top_groups` of the groups
+// of neighbours by the sum of the two greatest in each, then the top_k greatest in those (the lower id among equals).
+struct SigmoidTopK {
+  int64_t tokens;
+  int experts, top_k, groups, top_groups;  // at least two experts in a group, top_k in top_groups of them
+  const float *logits, *bias;              // [tokens, experts], dense; [experts]
+  bool normalise;                          // divide by the sum of the chosen
+  float factor;                            // of the scores, in the end
+  float* scores;                           // [tokens, top_k]
+  int64_t* ids;
+};
+
+void sigmoid_top_k(const SigmoidTopK& t, int threads);
 
 // y = round(silu(gate)) * up, rounded; each dense [rows, columns] of `type` (bfloat16 or float32). y may be gate or up.
 void gated_silu(FloatType type, int64_t rows, int64_t columns, const void* gate, const void* up, void* y, int threads);

@@ -60,5 +60,24 @@ void dense_rows(int tokens, int64_t first, int64_t last, int64_t rows, int64_t c
   fn(first, last, rows, columns, x, w, bias, y);
 }
 
+void float_rows(int tokens, int64_t first, int64_t last, int64_t rows, int64_t columns, const uint16_t* x, const float* w,
+                float* y) {
+  for (int64_t n = first; n < last; ++n) {
+    const float* row = w + n * columns;
+    for (int t = 0; t < tokens; ++t) {
+      __m256 acc[4] = {_mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps(), _mm256_setzero_ps()};
+      for (int64_t k = 0; k < columns; k += 32) {
+        const auto* from = reinterpret_cast<const __m128i*>(x + t * columns + k);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) {
+          const __m256i v = _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(from + i)), 16);
+          acc[i] = _mm256_fmadd_ps(_mm256_castsi256_ps(v), _mm256_loadu_ps(row + k + 8 * i), acc[i]);
+        }
+      }
+      y[t * rows + n] = sum_of(_mm256_add_ps(_mm256_add_ps(acc[0], acc[2]), _mm256_add_ps(acc[1], acc[3])));
+    }
+  }
+}
+
 }  // namespace avx2
 }  // namespace int4moe

@@ -58,8 +58,8 @@ void normalise(const typename T::Stored* x, const typename T::Stored* weight, in
 template <class T>
 void rotate_row(const Rotary& r, int64_t row) {
   using Stored = typename T::Stored;
-  const int n = r.head_dim, half = n / 2;
-  const int64_t at = (row % r.cos_rows) * n;
+  const int n = r.head_dim, half = r.turned / 2;
+  const int64_t at = (row % r.cos_rows) * r.turned;
   const Stored *cos = static_cast<const Stored*>(r.cos) + at, *sin = static_cast<const Stored*>(r.sin) + at;
   for (int h = 0; h < r.heads; ++h) {
     Stored* x = static_cast<Stored*>(r.x) + (row * r.heads + h) * n;
@@ -113,6 +113,15 @@ void top_k_row(const TopK& t, int64_t token) {
   }
 }
 
+// The greatest of p[first..last) that is not taken; with NaN every comparison fails, which still gives a valid one.
+int best_of(const float* p, const bool* taken, int first, int last) {
+  int best = -1;
+  for (int e = first; e < last; ++e) {
+    if (!taken[e] && (best < 0 || p[e] > p[best])) best = e;
+  }
+  return best;
+}
+
 template <class T>
 void gated(int64_t count, const typename T::Stored* gate, const typename T::Stored* up, typename T::Stored* y) {
   constexpr int64_t kAtOnce = 256;
@@ -152,6 +161,40 @@ void rotate_one(const Rotary& r, int64_t row) {
 
 void top_k_one(const TopK& t, int64_t token) {
   t.type == FloatType::kBFloat16 ? top_k_row<BFloat>(t, token) : top_k_row<Float>(t, token);
+}
+
+void sigmoid_top_k_one(const SigmoidTopK& t, int64_t token) {
+  const int size = t.experts / t.groups;
+  alignas(32) float score[kMaxExperts], choice[kMaxExperts];
+  float group[kMaxExperts];
+  bool taken[kMaxExperts], closed[kMaxExperts] = {};
+  std::copy_n(t.logits + token * t.experts, t.experts, score);
+  std::fill(score + t.experts, score + (t.experts + 7) / 8 * 8, 0.0f);
+  for (int e = 0; e < t.experts; e += 8) {
+    _mm256_store_ps(score + e, gated_by_sigmoid(_mm256_set1_ps(1.0f), _mm256_load_ps(score + e)));
+  }
+  for (int e = 0; e < t.experts; ++e) choice[e] = score[e] + t.bias[e];
+  std::fill_n(taken, t.experts, false);
+  for (int g = 0; g < t.groups; ++g) {
+    const int first = best_of(choice, taken, g * size, (g + 1) * size);
+    taken[first] = true;
+    group[g] = choice[first] + choice[best_of(choice, taken, g * size, (g + 1) * size)];
+  }
+  std::fill_n(taken, t.experts, true);
+  for (int i = 0; i < t.top_groups; ++i) {
+    const int g = best_of(group, closed, 0, t.groups);
+    closed[g] = true;
+    std::fill_n(taken + g * size, size, false);
+  }
+  int64_t* ids = t.ids + token * t.top_k;
+  float *scores = t.scores + token * t.top_k, sum = 0;
+  for (int k = 0; k < t.top_k; ++k) {
+    const int best = best_of(choice, taken, 0, t.experts);
+    taken[best] = true;
+    ids[k] = best;
+    sum += scores[k] = score[best];
+  }
+  for (int k = 0; k < t.top_k; ++k) scores[k] = (t.normalise ? scores[k] / (sum + 1e-20f) : scores[k]) * t.factor;
 }
 
 void gated_silu(FloatType type, int64_t count, const void* gate, const void* up, void* y) {

@@ -24,7 +24,7 @@ from int4moe_ipex.models.cache import GrowingLayer, cache_keyword, growing
 from int4moe_ipex.models.decode_plan import Ends, Plan, make_plan
 
 # Classes whose forward is known, by name in their own module of transformers; their layers: decode_plan.py.
-MODELS = {"Qwen3MoeModel", "MixtralModel", "OlmoeModel", "Qwen2MoeModel"}
+MODELS = {"Qwen3MoeModel", "MixtralModel", "OlmoeModel", "Qwen2MoeModel", "Glm4MoeModel"}
 # Products of a step that one thread computes as fast as several, which meet eight times a layer.
 ALONE = 1 << 20
 OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")
@@ -140,12 +140,12 @@ class FusedDecoder:
         if hidden is None:
             return None
         tables = self.rotary_emb.tables(hidden, max(positions) + 1)
-        if tables is None or tables[0].shape[-1] != plan.head_dim:
+        if tables is None or tables[0].shape[-1] != plan.turned:
             return None
         cos, sin, first, cos_rows = *tables, positions[0], 1
         if min(positions) != max(positions):
             cos, sin, first, cos_rows = cos[positions], sin[positions], 0, rows
-        offset = first * plan.head_dim * cos.element_size()
+        offset = first * plan.turned * cos.element_size()
         plan.decoder.step(
             hidden.data_ptr(),
             cos.data_ptr() + offset,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,9 +21,11 @@ from int4moe_ipex.models.fused import (
     FusedAttention,
     FusedLinear,
     FusedMLP,
+    FusedPartialAttention,
     FusedRMSNorm,
     FusedRotaryEmbedding,
     FusedSharedExpertBlock,
+    FusedSigmoidRouter,
     FusedTopKRouter,
     FusedWholeNormAttention,
     _fused_class,
@@ -32,8 +35,20 @@ from int4moe_ipex.moe.experts import Int4Experts
 from int4moe_ipex.moe.linear import Int4Linear
 
 # Classes whose forward is known to be what the core computes, by name in their own module of transformers.
-LAYERS = {"Qwen3MoeDecoderLayer", "MixtralDecoderLayer", "OlmoeDecoderLayer", "Qwen2MoeDecoderLayer"}
-BLOCKS = {"Qwen3MoeSparseMoeBlock", "MixtralSparseMoeBlock", "OlmoeSparseMoeBlock"}
+LAYERS = {
+    "Qwen3MoeDecoderLayer",
+    "MixtralDecoderLayer",
+    "OlmoeDecoderLayer",
+    "Qwen2MoeDecoderLayer",
+    "Glm4MoeDecoderLayer",
+}
+# Of blocks, with the name of the MLP that they add to the experts.
+BLOCKS = {
+    "Qwen3MoeSparseMoeBlock": None,
+    "MixtralSparseMoeBlock": None,
+    "OlmoeSparseMoeBlock": None,
+    "Glm4MoeMoE": "shared_experts",
+}
 # Settings of single families that change what their modules compute, with the values that do not.
 PLAIN = {"sliding_window": (None, 0), "clip_qkv": (None,)}
 ENDS = ("embed_tokens", "norm")
@@ -45,6 +60,9 @@ EXCHANGE = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 FITS, WATCHED, CHANGED = range(3)  # what a guard sees (csrc/bindings_guard.cpp)
 
 
+Weight = tuple[dict, str, int, torch.dtype, tuple, tuple]
+
+
 @dataclass
 class Plan:
     """The core's object for a model's layers, and everything that it relies on.
@@ -54,8 +72,9 @@ class Plan:
         decoder: None where a layer is of a kind that the core does not know.
         rows: sequences that a step may have.
         layers: of the model; cache_kind: what `GrowingLayer.place` of each starts with.
+        turned: of each head, by the rotation.
         products: of one token through all layers.
-        weights: (a module's parameters, name, address, shape, strides) of those that the guard cannot see.
+        weights: (a module's tensors, name, address, dtype, shape, strides) of those that the guard cannot see.
         watched: whether at the last look somebody wanted to see a layer's module being called, or had put a forward of
             his own over one's.
         ends: what is before and after the layers; whole: whether the core computes it, unwatched at the last look.
@@ -69,8 +88,9 @@ class Plan:
     cache_kind: bytes = b""
     hidden: int = 0
     head_dim: int = 0
+    turned: int = 0
     products: int = 0
-    weights: list[tuple[dict, str, int, tuple, tuple]] = field(default_factory=list)
+    weights: list[Weight] = field(default_factory=list)
     watched: bool = False
     ends: Ends | None = None
     whole: bool = False
@@ -105,7 +125,7 @@ class Ends:
     """
 
     guard: Any
-    weights: list[tuple[dict, str, int, tuple, tuple]] = field(default_factory=list)
+    weights: list[Weight] = field(default_factory=list)
     known: bool = False
     table: int = 0
     vocabulary: int = 0
@@ -118,14 +138,14 @@ def _seen(of: Plan | Ends) -> int:
     return seen if all(map(_is_same, of.weights)) else CHANGED
 
 
-def _is_same(weight: tuple[dict, str, int, tuple, tuple]) -> bool:
-    parameters, name, address, shape, strides = weight
+def _is_same(weight: Weight) -> bool:
+    parameters, name, address, dtype, shape, strides = weight
     tensor = parameters.get(name)
     return (
         tensor is not None
         and tensor.data_ptr() == address
         and not tensor.requires_grad
-        and tensor.dtype is torch.bfloat16
+        and tensor.dtype is dtype
         and tensor.shape == shape
         and tensor.stride() == strides
     )
@@ -209,7 +229,7 @@ def _ends(model: nn.Module) -> Ends:
     return ends
 
 
-def _is_theirs(module: nn.Module, names: set[str]) -> bool:
+def _is_theirs(module: nn.Module, names: Collection[str]) -> bool:
     """Whether its class is transformers' own of one of these names, and not somebody's copy or subclass."""
     cls = type(module)
     return cls.__name__ in names and cls.__module__.startswith("transformers.models.")
@@ -230,7 +250,10 @@ def _decoder(plan: Plan, model: nn.Module) -> Any:
     _need_full_attention(plan, config)
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     plan.cache_kind = kind_of(*[(torch.bfloat16, kv_heads, plan.head_dim)] * 2)
-    decoder = native._native.Decoder(plan.hidden, heads, kv_heads, plan.head_dim, attention.wide())
+    plan.turned = 2 * model.rotary_emb.inv_freq.numel()  # the tables' width is looked at with every step
+    _need(plan.turned == plan.head_dim or (isinstance(first, FusedPartialAttention) and plan.turned < plan.head_dim))
+    sizes = plan.hidden, heads, kv_heads, plan.head_dim
+    decoder = native._native.Decoder(*sizes, attention.wide(), plan.turned)
     for index, layer in enumerate(model.layers):
         _need(_is_theirs(layer, LAYERS))
         _keep(plan, vars(layer.self_attn), "layer_idx", index)
@@ -271,6 +294,7 @@ def _add_layer(plan: Plan, decoder: Any, layer: nn.Module, widths: tuple[int, in
         (attn, "training", False),  # dropout
         (layer.mlp, "training", False),  # jitter
         (attn, "sliding_window", None),
+        (attn, "use_qk_norm", (head_norms[0] is not None) if isinstance(attn, FusedPartialAttention) else None),
         *((m, "variance_epsilon", eps) for m in norms),
         *((m, "variance_epsilon", head_eps) for m in head_norms if m is not None),
     ):
@@ -304,6 +328,8 @@ def _add_block(plan: Plan, decoder: Any, block: nn.Module) -> None:
             mlp, score = block.shared_expert, block.shared_expert_gate
         else:
             _need(_is_theirs(block, BLOCKS))
+            name = BLOCKS[type(block).__name__]
+            mlp = None if name is None else getattr(block, name)
         _add_experts(plan, decoder, block.gate, block.experts)
     if mlp is None:
         return
@@ -317,23 +343,38 @@ def _add_block(plan: Plan, decoder: Any, block: nn.Module) -> None:
     decoder.add_mlp(linears if score is None else [*linears, _linear(plan, score, plan.hidden, 1)])
 
 
+# What a sigmoid router looks at, beside `norm_topk_prob`.
+SIGMOID = ("num_experts", "hidden_dim", "top_k", "num_group", "topk_group", "routed_scaling_factor")
+
+
 def _add_experts(plan: Plan, decoder: Any, router: nn.Module, experts: nn.Module) -> None:
-    _need(isinstance(router, FusedTopKRouter) and type(experts) is Int4Experts)
+    sigmoid = is_fused(router, FusedSigmoidRouter)
+    _need((sigmoid or isinstance(router, FusedTopKRouter)) and type(experts) is Int4Experts)
     normalise = getattr(router, "norm_topk_prob", None)  # Mixtral always does, and keeps float32 scores
-    _keep(plan, vars(router), "top_k", router.top_k)
+    for name in SIGMOID if sigmoid else ("top_k",):
+        _keep(plan, vars(router), name, getattr(router, name))
     _keep(plan, vars(router), "norm_topk_prob", normalise)
     packed = _experts_pack(plan, experts)
     spec = packed.spec
     _need(router.num_experts == spec.num_experts <= MAX_EXPERTS and spec.hidden_size == plan.hidden)
     plan.products += router.top_k * 3 * plan.hidden * spec.intermediate_size
     decoder.add_experts(
-        _tensor(plan, router, "weight", (router.num_experts, plan.hidden)),
+        0 if sigmoid else _tensor(plan, router, "weight", (router.num_experts, plan.hidden)),
         normalise is None or bool(normalise),
-        native.FLOAT_TYPES[torch.float32 if normalise is None else torch.bfloat16],
+        native.FLOAT_TYPES[torch.float32 if sigmoid or normalise is None else torch.bfloat16],
         router.top_k,
         packed.handle,
         packed.address,
     )
+    if sigmoid:
+        _need(router._is_known())
+        decoder.set_sigmoid_router(
+            _tensor(plan, router, "weight", (router.num_experts, plan.hidden), torch.float32),
+            _tensor(plan, router, "e_score_correction_bias", (router.num_experts,), torch.float32),
+            router.num_group,
+            router.topk_group,
+            router.routed_scaling_factor,
+        )
 
 
 def _need(condition: bool) -> None:
@@ -363,20 +404,24 @@ def _few_of(plan: Plan, owner: Any, kind: type) -> Any:
     return packed
 
 
-def _tensor(plan: Plan | Ends, module: nn.Module, name: str, shape: tuple[int, ...]) -> int:
-    tensor = module._parameters.get(name)
+def _tensor(
+    plan: Plan | Ends, module: nn.Module, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16
+) -> int:
+    """The address of a parameter or buffer that the plan relies on."""
+    tensors = module._buffers if name in module._buffers else module._parameters
+    tensor = tensors.get(name)
     _need(
         tensor is not None
-        and tensor.dtype is torch.bfloat16
+        and tensor.dtype is dtype
         and tensor.shape == shape
         and tensor.is_contiguous()
         and tensor.device.type == "cpu"
         and not tensor.requires_grad
     )
     if plan.guard.sees_weights():
-        plan.guard.weight(module._parameters, name, tensor._cdata, tensor.untyped_storage()._cdata)
+        plan.guard.weight(tensors, name, tensor._cdata, tensor.untyped_storage()._cdata)
     else:
-        plan.weights.append((module._parameters, name, tensor.data_ptr(), tensor.shape, tensor.stride()))
+        plan.weights.append((tensors, name, tensor.data_ptr(), dtype, tensor.shape, tensor.stride()))
     return tensor.data_ptr()
 
 

@@ -105,7 +105,7 @@ class FusedAttention:
             self.config._attn_implementation in ("sdpa", attention.NAME, attention.ROWS)
             and not self.training
             and self._is_known()
-            and cos.shape[-1] == self.head_dim
+            and self._turns(cos.shape[-1])
             and cos.dim() == 3
             and cos.shape[1] == hidden_states.shape[1]
             and cos.shape[0] in (1, hidden_states.shape[0])
@@ -145,6 +145,10 @@ class FusedAttention:
         """Whether the settings that the class has of its own are those that this computes."""
         return True
 
+    def _turns(self, width: int) -> bool:
+        """Whether the class rotates so much of a head."""
+        return width == self.head_dim
+
     def _rotated(self, x: torch.Tensor, norm: str, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """x [batch, tokens, heads * head_dim], which nobody else holds, changed in place."""
         return self._rotate(x, getattr(self, norm, None), cos, sin)
@@ -160,7 +164,8 @@ class FusedAttention:
             x.data_ptr(),
             cos.data_ptr(),
             sin.data_ptr(),
-            cos.numel() // self.head_dim,
+            cos.numel() // cos.shape[-1],
+            cos.shape[-1],
             0 if norm is None else norm.weight.data_ptr(),
             0.0 if norm is None else norm.variance_epsilon,
             torch.get_num_threads(),
@@ -177,6 +182,16 @@ class FusedWholeNormAttention(FusedAttention):
 
     def _rotated(self, x: torch.Tensor, norm: str, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         return self._rotate(getattr(self, norm)(x), None, cos, sin)
+
+
+class FusedPartialAttention(FusedAttention):
+    """The same where only the first part of a head may be rotated, and norms are optional."""
+
+    def _is_known(self) -> bool:
+        return self.use_qk_norm == hasattr(self, "q_norm")
+
+    def _turns(self, width: int) -> bool:
+        return width <= self.head_dim and width % 2 == 0
 
 
 class FusedTopKRouter:
@@ -208,6 +223,54 @@ class FusedTopKRouter:
             torch.get_num_threads(),
         )
         return logits, scores, ids
+
+
+class FusedSigmoidRouter:
+    """Sigmoids of float32 logits, a bias for the choice alone, and the top k within the best groups."""
+
+    def forward(self, hidden_states: torch.Tensor):
+        if not (_plain(hidden_states) and _plain(self.weight, self.e_score_correction_bias) and self._is_known()):
+            return super().forward(hidden_states)
+        x = hidden_states.view(-1, self.hidden_dim)
+        tokens, weight = x.shape[0], self.weight
+        logits = torch.empty(tokens, self.num_experts, dtype=torch.float32)
+        few = 0 < tokens <= native._native.decode_rows
+        if few and x.dtype is torch.bfloat16 and self.hidden_dim % 32 == 0:
+            pointers = x.data_ptr(), weight.data_ptr(), logits.data_ptr()
+            native._native.float_linear(tokens, *weight.shape, *pointers, torch.get_num_threads())
+        else:
+            logits = F.linear(x.float(), weight)
+        scores = torch.empty(tokens, self.top_k, dtype=torch.float32)
+        ids = torch.empty(tokens, self.top_k, dtype=torch.int64)
+        native._native.sigmoid_top_k(
+            tokens,
+            self.num_experts,
+            self.top_k,
+            self.num_group,
+            self.topk_group,
+            logits.data_ptr(),
+            self.e_score_correction_bias.data_ptr(),
+            bool(self.norm_topk_prob),
+            self.routed_scaling_factor,
+            scores.data_ptr(),
+            ids.data_ptr(),
+            torch.get_num_threads(),
+        )
+        return logits, scores, ids
+
+    def _is_known(self) -> bool:
+        """Whether weights and settings are such that every choice is one of an expert."""
+        experts, groups, chosen = self.num_experts, self.num_group, self.topk_group
+        return (
+            self.weight.dtype is torch.float32
+            and self.weight.shape == (experts, self.hidden_dim)
+            and self.e_score_correction_bias.shape == (experts,)
+            and experts <= MAX_EXPERTS
+            and experts % groups == 0
+            and experts // groups >= 2
+            and 0 < chosen <= groups
+            and 0 < self.top_k <= chosen * (experts // groups)
+        )
 
 
 class FusedMLP:
@@ -283,9 +346,11 @@ def _few_tokens(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 NORMS = {f"{f}RMSNorm" for f in ("Qwen2Moe", "Qwen3Moe", "Mixtral", "Olmoe", "DeepseekV2", "DeepseekV3", "Glm4Moe")}
 ATTENTIONS = {"Qwen2MoeAttention", "Qwen3MoeAttention", "MixtralAttention"}
 WHOLE_NORM_ATTENTIONS = {"OlmoeAttention"}
+PARTIAL_ATTENTIONS = {"Glm4MoeAttention"}
 ROTARY = {f"{f}RotaryEmbedding" for f in ("Qwen2Moe", "Qwen3Moe", "Mixtral", "Olmoe", "DeepseekV3", "Glm4Moe")}
 ROUTERS = {"Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter", "OlmoeTopKRouter", "MixtralTopKRouter"}
-MLPS = {"Qwen2MoeMLP"}
+SIGMOID_ROUTERS = {"Glm4MoeTopkRouter"}
+MLPS = {"Qwen2MoeMLP", "Glm4MoeMLP"}
 SHARED_EXPERT_BLOCKS = {"Qwen2MoeSparseMoeBlock"}
 SILU = {nn.SiLU, SiLUActivation}
 
@@ -307,6 +372,10 @@ def _fusion(module: nn.Module) -> type | None:
         return FusedAttention
     if cls.__name__ in WHOLE_NORM_ATTENTIONS and _heads_are_plain(module):
         return FusedWholeNormAttention
+    if cls.__name__ in PARTIAL_ATTENTIONS and _heads_are_plain(module):
+        return FusedPartialAttention
+    if cls.__name__ in SIGMOID_ROUTERS:
+        return FusedSigmoidRouter
     if cls.__name__ in MLPS and type(module.act_fn) in SILU:
         return FusedMLP
     if cls.__name__ in SHARED_EXPERT_BLOCKS:

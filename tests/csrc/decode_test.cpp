@@ -21,7 +21,7 @@ using namespace int4moe;
 
 namespace {
 
-constexpr int kHidden = 96, kInner = 56, kHeads = 6, kKvHeads = 2, kHeadDim = 32, kExperts = 5, kTopK = 2, kLayers = 6, kMlp = 72;
+constexpr int kHidden = 96, kInner = 56, kHeads = 6, kKvHeads = 2, kHeadDim = 32, kExperts = 6, kTopK = 2, kLayers = 7, kMlp = 72;
 constexpr int kRoom = 320;
 // Tokens in the cache of each sequence; keys are in blocks of 64 and runs of 256.
 const std::vector<int64_t> kLengths = [] {
@@ -76,14 +76,18 @@ struct Packed {
 struct Model {
   Random random{31};
   // The second layer has act-order and biases in its first linear, and a dense one for keys; the third norms over all
-  // heads together. The fourth has a scored MLP beside its experts, the fifth one without a score, the sixth no experts.
+  // heads together. The fourth has a scored MLP beside its experts, the fifth one without a score, the sixth no experts;
+  // the seventh chooses by sigmoids.
   std::vector<Packed> linears, experts;
   std::vector<Words> words;  // norms, routers and dense weights
   std::vector<DecodeLayer> layers;
+  std::vector<float> sigmoid;
   Words cos, sin;
   bool avx512;
 
-  explicit Model(const Kernels& k) : avx512(k.features & kAvx512) {
+  int turned;
+
+  Model(const Kernels& k, int part) : avx512(k.features & kAvx512), turned(part) {
     linears.reserve(8 * kLayers);
     experts.reserve(kLayers);
     words.reserve(12 * kLayers);
@@ -106,7 +110,7 @@ struct Model {
         l.k_norm = keep(kKvHeads * kHeadDim, 0.1f, 1);
       }
       l.scale = 0.25f;
-      if (i >= 3) {
+      if (i >= 3 && i < 6) {
         l.gate = int4(k, kMlp, kHidden, i == 4);
         l.up = i == 5 ? dense(kMlp, kHidden) : int4(k, kMlp, kHidden, false);
         l.down = int4(k, kHidden, kMlp, i == 4);
@@ -116,7 +120,12 @@ struct Model {
         layers.push_back(l);
         continue;
       }
-      l.router = keep(size_t(kExperts) * kHidden, 0.1f);
+      if (i == 6) {
+        sigmoid = std::vector<float>(size_t(kExperts) * (kHidden + 1));
+        for (float& w : sigmoid) w = 0.1f * random.normal();
+        l.sigmoid = {sigmoid.data(), sigmoid.data() + size_t(kExperts) * kHidden, 2, 1, 1.5f};
+      }
+      if (i != 6) l.router = keep(size_t(kExperts) * kHidden, 0.1f);
       l.normalise = i == 0;
       l.score_type = i ? FloatType::kFloat32 : FloatType::kBFloat16;
       l.top_k = kTopK;
@@ -173,7 +182,7 @@ void in_one_call(const Model& m, int rows, int threads, State& s) {
     }
   }
   const DecodeArgs args{rows, s.hidden.data(), m.cos.data(), m.sin.data(), 2, caches.data(), kLengths.data(), threads};
-  decode_step({kHidden, kHeads, kKvHeads, kHeadDim, m.avx512}, m.layers, args);
+  decode_step({kHidden, kHeads, kKvHeads, kHeadDim, m.avx512, m.turned}, m.layers, args);
 }
 
 Words multiply(const DecodeLinear& p, int rows, const Words& x) {
@@ -201,8 +210,8 @@ void one_by_one(const Model& m, int rows, State& s) {
       rms_norm(kType, rows, kKvHeads * kHeadDim, k.data(), l.k_norm, l.head_eps, k.data(), 1);
     }
     const uint16_t *q_norm = l.whole_norms ? nullptr : l.q_norm, *k_norm = l.whole_norms ? nullptr : l.k_norm;
-    rotate({kType, rows, kHeads, kHeadDim, q.data(), m.cos.data(), m.sin.data(), 2, q_norm, l.head_eps}, 1);
-    rotate({kType, rows, kKvHeads, kHeadDim, k.data(), m.cos.data(), m.sin.data(), 2, k_norm, l.head_eps}, 1);
+    rotate({kType, rows, kHeads, kHeadDim, q.data(), m.cos.data(), m.sin.data(), 2, q_norm, l.head_eps, m.turned}, 1);
+    rotate({kType, rows, kKvHeads, kHeadDim, k.data(), m.cos.data(), m.sin.data(), 2, k_norm, l.head_eps, m.turned}, 1);
     Words mixed(q.size());
     for (int r = 0; r < rows; ++r) {
       uint16_t *keys = s.caches[2 * i].data() + r * kStride[0], *values = s.caches[2 * i + 1].data() + r * kStride[0];
@@ -229,10 +238,17 @@ void one_by_one(const Model& m, int rows, State& s) {
       continue;
     }
     Words logits(size_t(rows) * kExperts);
-    dense_linear(rows, kExperts, kHidden, normed.data(), l.router, nullptr, logits.data(), 1);
     std::vector<float> scores(size_t(rows) * kTopK);
     std::vector<int64_t> ids(size_t(rows) * kTopK);
-    softmax_top_k({kType, rows, kExperts, kTopK, logits.data(), l.normalise, l.score_type, scores.data(), ids.data()}, 1);
+    if (l.router) {
+      dense_linear(rows, kExperts, kHidden, normed.data(), l.router, nullptr, logits.data(), 1);
+      softmax_top_k({kType, rows, kExperts, kTopK, logits.data(), l.normalise, l.score_type, scores.data(), ids.data()}, 1);
+    } else {
+      std::vector<float> wide(logits.size());
+      float_linear(rows, kExperts, kHidden, normed.data(), l.sigmoid.weight, wide.data(), 1);
+      sigmoid_top_k({rows, kExperts, kTopK, l.sigmoid.groups, l.sigmoid.top_groups, wide.data(), l.sigmoid.bias, l.normalise,
+                     l.sigmoid.factor, scores.data(), ids.data()}, 1);
+    }
     Routing r;
     r.ids = ids.data();
     r.id_stride[0] = r.weight_stride[0] = kTopK;
@@ -257,12 +273,7 @@ void one_by_one(const Model& m, int rows, State& s) {
   }
 }
 
-}  // namespace
-
-void test_decode(const Kernels& k) {
-  if (!dense_available() || !(k.types & type_bit(kType))) return;
-  const Model model(k);
-  const std::string name = row_name(k);
+void test_decode(const Model& model, const std::string& name) {
   for (const int rows : {1, 2, 5, kDecodeRows}) {
     State expected(rows, Random(7));
     one_by_one(model, rows, expected);
@@ -275,6 +286,15 @@ void test_decode(const Kernels& k) {
       check(found == expected, "%s: a step of %d sequences on %d threads has the bits of its parts", name.c_str(), rows,
             threads);
     }
+  }
+}
+
+}  // namespace
+
+void test_decode(const Kernels& k) {
+  if (!dense_available() || !(k.types & type_bit(kType))) return;
+  for (const int turned : {kHeadDim, kHeadDim / 2}) {
+    test_decode(Model(k, turned), row_name(k) + ", " + std::to_string(turned) + " turned");
   }
 }
 

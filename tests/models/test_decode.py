@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(not attention.available(), reason="no native cor
 
 @pytest.mark.parametrize("compute", ["w4a16", "w4a8"])
 @pytest.mark.parametrize("rows", [1, 2, 7])
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "olmoe", "qwen2_moe"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "olmoe", "qwen2_moe", "glm4_moe"])
 def test_bits_of_the_modules(tmp_path, steps, family, rows, compute):
     model = int4moe_ipex.load(checkpoint(tmp_path, family), compute=compute)
     ours = logits_of(model, rows)
@@ -191,14 +191,14 @@ def test_its_own_clock():
 def test_the_core_refuses_caches_that_do_not_fit():
     caches = native._native.DecodeCaches(1, 1, b"", GrowingLayer, True)
     with pytest.raises(ValueError, match="caches"):
-        native._native.Decoder(32, 2, 2, 16, False).step(0, 0, 0, 1, caches, 1)
+        native._native.Decoder(32, 2, 2, 16, False, 16).step(0, 0, 0, 1, caches, 1)
     layer = GrowingLayer()
     layer.update(torch.zeros(1, 2, 3, 16), torch.zeros(1, 2, 3, 16))
     kind = layer.place[: 6 * 8]
     full = native._native.DecodeCaches(1, 1, kind, GrowingLayer, True)
     assert not full.complete() and full.add([layer]) and full.complete() and full.lengths == [3]
     with pytest.raises(ValueError, match="caches"):
-        native._native.Decoder(32, 2, 2, 16, False).step(0, 0, 0, 1, full, 1)
+        native._native.Decoder(32, 2, 2, 16, False, 16).step(0, 0, 0, 1, full, 1)
     for layers, rows in ((0, 1), (1, 0), (-1, 1)):
         with pytest.raises(ValueError, match="row"):
             native._native.DecodeCaches(layers, rows, kind, GrowingLayer, True)

@@ -4,11 +4,12 @@ import copy
 
 import pytest
 import torch
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeConfig, Glm4MoeTopkRouter
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeConfig, Qwen2MoeMLP, Qwen2MoeSparseMoeBlock
 
 import int4moe_ipex
 from int4moe_ipex.backends import native
-from int4moe_ipex.models import attention, decode, fused
+from int4moe_ipex.models import attention, decode, decode_plan, fused
 from tests.models.decoding import both_ways, checkpoint, logits_of, module_by_module, one_more, tokens
 
 pytestmark = pytest.mark.skipif(not attention.available(), reason="no native core here, or a CPU without AVX2")
@@ -31,6 +32,7 @@ def unfuse(model):
 FUSED = {
     "olmoe": {"OlmoeRMSNorm", "OlmoeTopKRouter", "OlmoeAttention"},
     "qwen2_moe": {"Qwen2MoeAttention", "Qwen2MoeTopKRouter", "Qwen2MoeMLP", "Qwen2MoeSparseMoeBlock"},
+    "glm4_moe": {"Glm4MoeAttention", "Glm4MoeTopkRouter", "Glm4MoeMLP", "Glm4MoeRMSNorm"},
 }
 
 
@@ -263,3 +265,126 @@ def test_threads_change_nothing(tmp_path, monkeypatch, steps, family, threads):
     finally:
         torch.set_num_threads(before)
     assert len(steps) == 36
+
+
+GLM = {"n_routed_experts": 12, "num_experts_per_tok": 4, "hidden_size": 64}
+GROUPS = {"one group": (1, 1), "two of four": (4, 2), "one of three": (3, 1), "all": (6, 6)}
+
+
+def glm_router(groups: int, chosen: int, **changes) -> Glm4MoeTopkRouter:
+    torch.manual_seed(6)
+    changes = {"n_group": groups, "topk_group": chosen, "routed_scaling_factor": 2.5} | changes
+    router = Glm4MoeTopkRouter(Glm4MoeConfig(**GLM | changes))
+    router.weight.data = torch.randn_like(router.weight) / 8
+    router.e_score_correction_bias.uniform_(-0.2, 0.2)
+    return router.requires_grad_(False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [1, 5, 33, 300])
+@pytest.mark.parametrize("normalise", [True, False])
+@pytest.mark.parametrize("groups", GROUPS.values(), ids=GROUPS)
+def test_sigmoid_router(dtype, tokens, groups, normalise):
+    stock = glm_router(*groups, norm_topk_prob=normalise)
+    x = torch.randn(1, tokens, 64).to(dtype)
+    logits, scores, ids = as_fused(stock)(x)
+    want_logits, want_scores, want_ids = stock(x)
+    assert [t.dtype for t in (logits, scores, ids)] == [t.dtype for t in (want_logits, want_scores, want_ids)]
+    assert relative(logits, want_logits) < 1e-6
+    assert torch.equal(ids.sort(-1).values, want_ids.sort(-1).values)  # transformers' own are in no order
+    want_scores = want_scores.gather(1, want_ids.argsort(-1))
+    assert relative(scores.gather(1, ids.argsort(-1)), want_scores) < 1e-6
+
+
+def test_the_bias_chooses_and_does_not_weigh():
+    router = glm_router(1, 1, norm_topk_prob=False)
+    router.e_score_correction_bias.zero_()[:4] = 2.0
+    _, scores, ids = as_fused(router)(torch.randn(7, 64))
+    assert set(ids.flatten().tolist()) == {0, 1, 2, 3} and (scores < 2.5).all()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda r: setattr(r, "weight", torch.nn.Parameter(r.weight.bfloat16(), requires_grad=False)),
+        lambda r: setattr(r, "weight", torch.nn.Parameter(r.weight.clone())),
+        lambda r: setattr(r, "topk_group", 1),  # too few experts: transformers takes some of weight 0 or less
+    ],
+    ids=["bfloat16", "trained", "too few"],
+)
+def test_what_a_sigmoid_router_leaves_to_transformers(monkeypatch, change):
+    stock = glm_router(6, 2)
+    change(stock)
+    monkeypatch.setattr(native._native, "sigmoid_top_k", None)
+    x = torch.randn(3, 64, dtype=torch.bfloat16)
+    assert all(torch.equal(a, b) for a, b in zip(as_fused(stock)(x), stock(x)))
+
+
+def test_sigmoid_router_with_nan_still_gives_valid_ids():
+    _, scores, ids = as_fused(glm_router(3, 2))(torch.full((2, 64), float("nan")))
+    assert scores.isnan().all()
+    assert all(len(set(row)) == 4 and min(row) >= 0 and max(row) < 12 for row in ids.tolist())
+
+
+SIZES = {
+    "half of a head": {"head_dim": 32},
+    "a quarter": {"head_dim": 32, "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}},
+    "whole heads": {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 1.0}},
+    "norms of heads": {"use_qk_norm": True},
+    "biases": {"attention_bias": True},
+    "no shared group": {"n_group": 1, "topk_group": 1},
+    "scores as they are": {"norm_topk_prob": False, "routed_scaling_factor": 1.7},
+    "all dense but one": {"first_k_dense_replace": 2, "num_hidden_layers": 3},
+}
+
+
+@pytest.mark.parametrize("changes", SIZES.values(), ids=SIZES)
+def test_settings_of_glm(tmp_path, steps, changes):
+    rope = changes.get("rope_parameters")
+    changes = changes if rope is None else changes | {"rope_parameters": rope | {"rope_theta": 10000.0}}
+    model = int4moe_ipex.load(checkpoint(tmp_path, "glm4_moe", **changes))
+    ours = logits_of(model, rows=3)
+    assert steps == [3] * 6
+    with module_by_module(model):
+        assert torch.equal(logits_of(model, rows=3), ours)
+    unfuse(model)
+    assert relative(ours, logits_of(model, rows=3)) < 5e-2
+
+
+def rounded(mlp):
+    mlp.gate.weight = torch.nn.Parameter(-mlp.gate.weight.bfloat16(), requires_grad=False)
+
+
+def negated(module, args, out):
+    return out[0], -out[1], out[2]
+
+
+GLM_CHANGES = {  # whether a step still is one call
+    "n_group": (of_block(lambda m: setattr(m.gate, "num_group", 1)), True),
+    "topk_group": (of_block(lambda m: setattr(m.gate, "topk_group", 2)), True),
+    "factor": (of_block(lambda m: setattr(m.gate, "routed_scaling_factor", 3.0)), True),
+    "norm_topk_prob": (of_block(lambda m: setattr(m.gate, "norm_topk_prob", False)), True),
+    "a changed bias": (of_block(lambda m: m.gate.e_score_correction_bias.copy_(torch.arange(8.0))), True),
+    "a moved bias": (of_block(lambda m: setattr(m.gate, "e_score_correction_bias", torch.arange(8.0))), True),
+    "a moved weight": (of_block(lambda m: setattr(m.gate.weight, "data", -m.gate.weight)), True),
+    "a rounded weight": (of_block(rounded), False),
+    "a hook on the router": (of_block(lambda m: m.gate.register_forward_hook(negated)), False),
+    "a hook on shared experts": (of_block(lambda m: doubled(m.shared_experts)), False),
+    "shared experts of another kind": (of_block(lambda m: setattr(m, "shared_experts", torch.nn.Identity())), False),
+}
+
+
+@pytest.mark.parametrize("described", [True, False])
+@pytest.mark.parametrize("change, whole", GLM_CHANGES.values(), ids=GLM_CHANGES)
+def test_changes_of_glm_are_obeyed(tmp_path, monkeypatch, steps, change, whole, described):
+    if not described:
+        monkeypatch.setattr(decode_plan, "EXCHANGE", None)  # as torch before 2.10
+    model = int4moe_ipex.load(checkpoint(tmp_path, "glm4_moe"))
+    before = logits_of(model, rows=2)
+    with torch.no_grad():
+        change(model)
+    ours = logits_of(model, rows=2)
+    assert steps == [2] * (12 if whole else 6)
+    with module_by_module(model):
+        assert torch.equal(logits_of(model, rows=2), ours)
+    assert not torch.equal(ours, before)
