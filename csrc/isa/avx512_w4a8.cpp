@@ -13,20 +13,54 @@ INT4MOE_INLINE void dot(__m512i& acc, __m512i codes, __m512i x) {
   __asm__("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(codes), "v"(x));
 }
 
-// The sums of a segment of group g into the totals, which are in `out`.
+// The totals of B blocks for M tokens: in registers where these suffice, else in `out`.
+template <int B, int M>
+struct Totals {
+  static constexpr bool kKept = 2 * B * M <= 20;
+  __m512 kept[B][kKept ? M : 1];
+  float* out;
+  size_t stride;
+
+  INT4MOE_INLINE Totals(float* out_, size_t stride_) : out(out_), stride(stride_) {
+#pragma GCC unroll 4
+    for (int b = 0; b < B; ++b) {
+#pragma GCC unroll 12
+      for (int t = 0; t < M; ++t) set(b, t, _mm512_setzero_ps());
+    }
+  }
+  INT4MOE_INLINE __m512 get(int b, int t) const {
+    if constexpr (kKept) return kept[b][t];
+    return _mm512_load_ps(out + t * stride + b * kBlockRows);
+  }
+  INT4MOE_INLINE void set(int b, int t, __m512 v) {
+    if constexpr (kKept) {
+      kept[b][t] = v;
+    } else {
+      _mm512_store_ps(out + t * stride + b * kBlockRows, v);
+    }
+  }
+  INT4MOE_INLINE void store() {
+    if constexpr (!kKept) return;
+#pragma GCC unroll 4
+    for (int b = 0; b < B; ++b) {
+#pragma GCC unroll 12
+      for (int t = 0; t < M; ++t) _mm512_store_ps(out + t * stride + b * kBlockRows, kept[b][t]);
+    }
+  }
+};
+
+// The sums of a segment of group g into the totals.
 template <int B, int M, bool kHead, bool kZeros>
 INT4MOE_INLINE void add(const Matrix& m, const uint8_t* const (&scales)[B], const uint8_t* const (&zeros)[B], int g,
                         const uint8_t* const (&x)[M], size_t scale_at, size_t sum_at, const __m512i (&acc)[B][M],
-                        bool fresh, float* out, size_t out_stride) {
+                        Totals<B, M>& total) {
 #pragma GCC unroll 4
   for (int b = 0; b < B; ++b) {
     const W4A8Group group = w4a8_group(m, scales[b], zeros[b], g);
 #pragma GCC unroll 12
     for (int t = 0; t < M; ++t) {
-      float* at = out + t * out_stride + b * kBlockRows;
-      const __m512 total = fresh ? _mm512_setzero_ps() : _mm512_load_ps(at);
       const float scale = float_at(x[t] + scale_at), sum = float_at(x[t] + sum_at);
-      _mm512_store_ps(at, w4a8_add<kHead, kZeros>(group, acc[b][t], scale, sum, total));
+      total.set(b, t, w4a8_add<kHead, kZeros>(group, acc[b][t], scale, sum, total.get(b, t)));
     }
   }
 }
@@ -47,17 +81,19 @@ struct Int8 {
     const Ahead fetch(m, codes[0], next, B);
     const __m512i mask = _mm512_set1_epi8(15);
 
+    Totals<B, M> total(out, out_stride);
     const int group_lines = m.group_lines(), segment_lines = w4a8_segment_lines(m);
     size_t scale_at = w4a8_scales(m), sum_at = w4a8_sums(m);
     for (int g = 0, l = 0; g < m.groups; ++g, sum_at += 4) {
       const int end = l + group_lines < m.lines ? l + group_lines : m.lines;
       for (bool head = true; l < end; head = false, scale_at += 4) {
         const int to = l + segment_lines < end ? l + segment_lines : end;
-        __m512i acc[B][M];
+        constexpr bool kTwo = B * M <= 5;
+        __m512i acc[B][M], more[B][M];
 #pragma GCC unroll 4
         for (int b = 0; b < B; ++b) {
 #pragma GCC unroll 12
-          for (int t = 0; t < M; ++t) acc[b][t] = _mm512_setzero_si512();
+          for (int t = 0; t < M; ++t) acc[b][t] = more[b][t] = _mm512_setzero_si512();
         }
         for (; l < to; ++l) {
           const ptrdiff_t ahead = fetch(l);
@@ -76,20 +112,25 @@ struct Int8 {
 #pragma GCC unroll 4
             for (int b = 0; b < B; ++b) {
               dot(acc[b][t], low[b], a);
-              dot(acc[b][t], high[b], c);
+              dot(kTwo ? more[b][t] : acc[b][t], high[b], c);
             }
           }
         }
-        const bool fresh = g == 0 && head;
+        if constexpr (kTwo) {
+          for (int b = 0; b < B; ++b) {
+            for (int t = 0; t < M; ++t) acc[b][t] = _mm512_add_epi32(acc[b][t], more[b][t]);
+          }
+        }
         if (!head) {
-          add<B, M, false, false>(m, scales, zeros, g, x, scale_at, sum_at, acc, fresh, out, out_stride);
+          add<B, M, false, false>(m, scales, zeros, g, x, scale_at, sum_at, acc, total);
         } else if (!m.zeros) {
-          add<B, M, true, false>(m, scales, zeros, g, x, scale_at, sum_at, acc, fresh, out, out_stride);
+          add<B, M, true, false>(m, scales, zeros, g, x, scale_at, sum_at, acc, total);
         } else {
-          add<B, M, true, true>(m, scales, zeros, g, x, scale_at, sum_at, acc, fresh, out, out_stride);
+          add<B, M, true, true>(m, scales, zeros, g, x, scale_at, sum_at, acc, total);
         }
       }
     }
+    total.store();
   }
 };
 
