@@ -22,6 +22,10 @@ namespace {
 //   decode(...), block(...)     a tile of weights, and what scaling the sums of a block needs
 //   kind(m, segment), has(kind) how its sums are scaled and added
 //   Token, Add<kind>            that for one token, for one block
+//   kParts                      whether sums of several segments come together before they are added to the totals, in a
+//                               scratch for kPartTokens
+constexpr int kPartTokens = 96;
+
 template <class T>
 class Run {
   static constexpr int kVisitTiles = 2 / T::kPlanes;  // tiles of tokens
@@ -43,7 +47,7 @@ class Run {
     const uint8_t* pairs = nullptr;
     size_t stride = 0, pair_stride = 0;
     uint8_t* sums = nullptr;
-    float* total = nullptr;
+    float *total = nullptr, *part = nullptr;
     const int32_t* index = nullptr;
     int count = 0, second = 0;  // tokens, those of the first tile
     int tiles = 0, blocks = 0, kind = 0;
@@ -54,6 +58,7 @@ class Run {
     alignas(64) uint8_t weights[2][2 * kSegmentTiles * kTileBytes];  // tiles of the two blocks of a pair in turn
     alignas(64) uint8_t values[2][2 * kSegmentTiles * kTileBytes];
     alignas(64) uint8_t sums[2][kBlocks * 2 * kTileBytes];
+    alignas(64) float parts[T::kParts ? kPartTokens : 1][kBlocks * kBlockRows];
   };
 
  public:
@@ -163,6 +168,7 @@ class Run {
     v.blocks = of_->segment.blocks;
     v.kind = T::kind(m_, of_->segment);
     v.total = total_;
+    v.part = scratch_.parts[T::kParts ? from_ : 0];
     v.count = v.second = tile_tokens(tile_);
     if (kVisitTiles == 2 && tile_ + 1 < tiles_) v.count += tile_tokens(tile_ + 1);
     v.sums = scratch_.sums[half_ ^= 1];
@@ -223,12 +229,12 @@ class Run {
   template <int B, int K>
   struct Adding {
     const uint8_t *sums, *end, *pairs;
-    float* total;
+    float *total, *part;
     const size_t pair_stride, out_stride;
     typename T::template Add<K> add[B];
 
     INT4MOE_INLINE Adding(const Visit& v, size_t stride)
-        : sums(v.sums), end(v.sums + size_t(v.count) * 64), pairs(v.pairs), total(v.total), pair_stride(v.pair_stride),
+        : sums(v.sums), end(v.sums + size_t(v.count) * 64), pairs(v.pairs), total(v.total), part(v.part), pair_stride(v.pair_stride),
           out_stride(stride) {
       in_order();
       if (!v.count) return;
@@ -241,10 +247,11 @@ class Run {
       while (sums != to) {
         const typename T::Token token(pairs);
 #pragma GCC unroll 4
-        for (int b = 0; b < B; ++b) add[b].row(sums + b * 2 * kTileBytes, token, total + b * kBlockRows);
+        for (int b = 0; b < B; ++b) add[b].row(sums + b * 2 * kTileBytes, token, total + b * kBlockRows, part + b * kBlockRows);
         sums += 64;
         pairs += pair_stride;
         total += out_stride;
+        part += kBlocks * kBlockRows;
       }
       in_order();
     }
@@ -310,6 +317,12 @@ class Run {
       break;                                                        \
     case 5:                                                         \
       DO(5);                                                        \
+      break;                                                        \
+    case 8:                                                         \
+      DO(8);                                                        \
+      break;                                                        \
+    case 9:                                                         \
+      DO(9);                                                        \
       break;                                                        \
   }
 

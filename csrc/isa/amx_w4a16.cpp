@@ -26,9 +26,18 @@ constexpr int kVectorTokens = 4;
 
 struct Int16 {
   static constexpr int kPlanes = 2;
-  static constexpr int kPlain = 0, kFirst = 1;
-  static constexpr bool has(int kind) { return kind <= kFirst; }
-  static int kind(const Matrix&, const Segment& s) { return s.first ? kFirst : kPlain; }
+  // kFirst: the first stretch of the matrix; kBegins: a stretch that goes on; kEnds: one that began before.
+  static constexpr int kPlain = 0, kFirst = 1, kBegins = 2, kGoesOn = 4, kEnds = 8;
+  static constexpr bool kParts = true;
+  static constexpr bool has(int kind) { return kind <= kBegins || kind == kGoesOn || (kind & ~kFirst) == kEnds; }
+  static int kind(const Matrix& m, const Segment& s) {
+    const int stretch = avx512::int16_groups_per_stretch(m), at = s.group % stretch;
+    const int first = s.group < stretch ? kFirst : kPlain;
+    const bool ends = at == stretch - 1 || s.group == m.groups - 1;
+    if (stretch == 1 || (at == 0 && ends)) return s.first ? kFirst : kPlain;
+    if (!ends) return at == 0 ? kBegins : kGoesOn;
+    return kEnds | first;
+  }
 
   static int segment_lines(const Matrix&) { return avx512::kInt16SegmentLines; }
 
@@ -71,8 +80,9 @@ struct Int16 {
         _mm_storel_epi64(reinterpret_cast<__m128i*>(to + 64), _mm_unpackhi_epi64(bytes, bytes));
       }
       const uint8_t* from = row + avx512::int16_values_bytes(m) + size_t(s.index) * 8;
-      const auto sum = uint32_t(avx512::int_at(from + 4));
-      const uint32_t scale = uint32_t(avx512::int_at(from)), pairs[4] = {scale, 0u - 8u * sum, scale, 0u - 15u * sum};
+      const int32_t eight = avx512::int_at(from + 4);
+      const auto scale = uint32_t(avx512::int_at(from)), one = uint32_t(eight >> 3);
+      const uint32_t pairs[4] = {scale, uint32_t(eight), scale, 15u * one};
       __builtin_memcpy(row + pairs_at(m) + size_t(s.index) * 16, pairs, 16);
     }
   }
@@ -118,19 +128,36 @@ struct Int16 {
       scale = b.scale;
       start = b.start;
     }
-    INT4MOE_INLINE void row(const uint8_t* sums, const Token& t, float* total) const {
+    INT4MOE_INLINE void row(const uint8_t* sums, const Token& t, float* total, float* part) const {
       const __m512i high = _mm512_slli_epi32(_mm512_load_si512(sums + kTileBytes), 8);
       const __m512i low = _mm512_add_epi32(_mm512_load_si512(sums), _mm512_add_epi32(t.sum, start));
-      const __m512 before = K & kFirst ? _mm512_setzero_ps() : _mm512_load_ps(total);
       const __m512 d = _mm512_cvtepi32_ps(_mm512_add_epi32(high, low));
-      _mm512_store_ps(total, _mm512_fmadd_ps(d, _mm512_mul_ps(scale, t.scale), before));
+      const __m512 now = K & (kGoesOn | kEnds) ? _mm512_fmadd_ps(d, scale, _mm512_load_ps(part)) : _mm512_mul_ps(d, scale);
+      if constexpr ((K & (kBegins | kGoesOn)) != 0) {
+        _mm512_store_ps(part, now);
+      } else {
+        const __m512 before = K & kFirst ? _mm512_setzero_ps() : _mm512_load_ps(total);
+        _mm512_store_ps(total, _mm512_fmadd_ps(now, t.scale, before));
+      }
     }
   };
 
   static void multiply(const Matrix& m, int first, int blocks, const Rows& rows, float* out, size_t out_stride,
                        const uint8_t* next) {
     if (rows.count <= kVectorTokens) return avx512::multiply_int16(m, first, blocks, rows, out, out_stride, next);
-    Run<Int16>(m, first, blocks, rows, out, out_stride, next).all();
+    for (int from = 0, count; from < rows.count; from += count) {
+      count = rows.count - from < kPartTokens ? rows.count - from : kPartTokens;
+      Rows some = rows;
+      some.count = count;
+      if (rows.index) {
+        some.index += from;
+      } else {
+        some.data += rows.stride * size_t(from);
+      }
+      Run<Int16>(m, first, blocks, some, out + size_t(from) * out_stride, out_stride,
+                 from + count < rows.count ? m.block_codes(first) : next)
+          .all();
+    }
   }
 };
 

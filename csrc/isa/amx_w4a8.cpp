@@ -23,7 +23,8 @@ constexpr int kVectorTokens = 4;
 struct Int8 {
   static constexpr int kPlanes = 1;
   static constexpr int kPlain = 0, kFirst = 1, kMore = 2, kZeros = 4;  // kMore: not the first segment of its group
-  static constexpr bool has(int) { return true; }
+  static constexpr bool kParts = false;
+  static constexpr bool has(int kind) { return kind < 8; }
   static int kind(const Matrix& m, const Segment& s) {
     return !s.head ? kMore : (m.zeros ? kZeros : 0) | (s.first ? kFirst : 0);
   }
@@ -87,7 +88,7 @@ struct Int8 {
       start = b.start;
     }
     // Integers of a segment are below 2^24: float32 has them exactly, and the bits of the VNNI kernel.
-    INT4MOE_INLINE void row(const uint8_t* sums, const Token& t, float* total) const {
+    INT4MOE_INLINE void row(const uint8_t* sums, const Token& t, float* total, float*) const {
       const __m512i d = _mm512_add_epi32(_mm512_load_si512(sums), start);
       const __m512 before = K & kFirst ? _mm512_setzero_ps() : _mm512_load_ps(total);
       _mm512_store_ps(total, avx512::w4a8_add<!(K & kMore), (K & kZeros) != 0>(group, d, t.scale, t.sum, before));

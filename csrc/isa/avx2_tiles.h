@@ -35,12 +35,6 @@ INT4MOE_INLINE __m256i masked(__m256i v, const uint64_t (&mask)[4]) {
   return v;
 }
 
-// A row of integer activations ends with a Scaled for each segment of columns.
-struct Scaled {
-  float scale;    // of the integers
-  int32_t minus;  // -(sum of the integers)
-};
-
 // 16 rows of a matrix, and where reading goes on.
 struct Block {
   const uint8_t* codes;
@@ -55,38 +49,6 @@ struct Block {
 inline ptrdiff_t to_fetch(const Block& b, const uint8_t* at) {
   if (at + b.ahead < b.end || !b.next) return b.ahead;
   return b.next - b.end + b.ahead;
-}
-
-// sums[t] = -zero * (sum of token t's integers in a segment).
-template <int M>
-INT4MOE_INLINE void start_sums(const Block& b, int group, const uint8_t* const (&x)[M], size_t scaled_at,
-                               __m256i (&sums)[M][2]) {
-  const size_t at = scaled_at + offsetof(Scaled, minus);
-  if (b.zeros) {
-    const IntPair z = load_zeros(b.zeros + group * (kBlockRows / 2));
-    INT4MOE_UNROLL
-    for (int t = 0; t < M; ++t) {
-      const __m256i minus = broadcast4(x[t] + at);
-      sums[t][0] = _mm256_mullo_epi32(z.low, minus);
-      sums[t][1] = _mm256_mullo_epi32(z.high, minus);
-    }
-  } else {
-    INT4MOE_UNROLL
-    for (int t = 0; t < M; ++t) sums[t][0] = sums[t][1] = _mm256_slli_epi32(broadcast4(x[t] + at), 3);
-  }
-}
-
-// total[t] += sums[t] * (scale of the weights * scale of the activations)
-template <int M, ScaleType S>
-INT4MOE_INLINE void add_scaled(const Block& b, int group, const uint8_t* const (&x)[M], size_t scaled_at,
-                               const __m256i (&sums)[M][2], __m256 (&total)[M][2]) {
-  const Pair s = load_scales<S>(b.scales + size_t(group) * kBlockRows * scale_bytes(S));
-  INT4MOE_UNROLL
-  for (int t = 0; t < M; ++t) {
-    const __m256 xs = _mm256_broadcast_ss(reinterpret_cast<const float*>(x[t] + scaled_at));
-    total[t][0] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sums[t][0]), _mm256_mul_ps(s.low, xs), total[t][0]);
-    total[t][1] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(sums[t][1]), _mm256_mul_ps(s.high, xs), total[t][1]);
-  }
 }
 
 template <int M>

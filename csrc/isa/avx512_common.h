@@ -79,43 +79,33 @@ struct Tiles {
 
 // --- tiles of B blocks by M tokens
 
-// How a row cuts its work. K::tile<B, M>(matrix, block, rows, out, out_stride, next) computes B blocks for M tokens, and
-// K::blocks(M) says how many: at most 4 for up to 5 tokens and 2 for up to 12, as many independent sums as the 32 registers
-// hold. With few tokens one block at a time is faster, as memory is then read in one stream.
-constexpr int kTile = 12;
-
+// How a row cuts its work. K::tile<B, M>(matrix, block, rows, out, out_stride, next) computes B blocks for M tokens, for up
+// to K::kTokens of these, and K::blocks(M) says how many: as many independent sums as the 32 registers hold. With few tokens
+// one block at a time is faster, as memory is then read in one stream.
 template <class K>
 struct Tiled {
   using Function = void (*)(const Matrix&, int, const uint8_t* const*, float*, size_t, const uint8_t*);
 
-  template <int B>
-  static constexpr Function kNarrow[] = {K::template tile<B, 1>, K::template tile<B, 2>, K::template tile<B, 3>,
-                                         K::template tile<B, 4>, K::template tile<B, 5>};
-  template <int B>
-  static constexpr Function kWide[] = {K::template tile<B, 6>, K::template tile<B, 7>,  K::template tile<B, 8>,
-                                       K::template tile<B, 9>, K::template tile<B, 10>, K::template tile<B, 11>,
-                                       K::template tile<B, 12>};
+  template <int M, int B>
+  static void fill(Function (&table)[4]) {
+    table[B - 1] = K::template tile<B, M>;
+    if constexpr (B > 1) fill<M, B - 1>(table);
+  }
 
-  static Function choose(int blocks, int tokens) {
-    if (tokens > 5) return blocks == 2 ? kWide<2>[tokens - 6] : kWide<1>[tokens - 6];
-    switch (blocks) {
-      case 4:
-        return kNarrow<4>[tokens - 1];
-      case 3:
-        return kNarrow<3>[tokens - 1];
-      case 2:
-        return kNarrow<2>[tokens - 1];
-      default:
-        return kNarrow<1>[tokens - 1];
-    }
+  template <int M>
+  static void fill(Function (&table)[K::kTokens][4]) {
+    fill<M, K::blocks(M)>(table[M - 1]);
+    if constexpr (M > 1) fill<M - 1>(table);
   }
 
   static void multiply(const Matrix& m, int first, int blocks, const Rows& rows, float* out, size_t out_stride,
                        const uint8_t* next) {
-    const Tiles tiles(rows.count, kTile);
+    Function table[K::kTokens][4];
+    fill<K::kTokens>(table);
+    const Tiles tiles(rows.count, K::kTokens);
     for (int i = 0; i < tiles.tiles; ++i) {
       const int from = tiles.start(i), tokens = tiles.start(i + 1) - from, most = K::blocks(tokens);
-      const uint8_t* x[kTile];
+      const uint8_t* x[K::kTokens];
       for (int t = 0; t < tokens; ++t) x[t] = rows.at(from + t);
       for (int b = 0, step; b < blocks; b += step) {
         step = blocks - b < most ? blocks - b : most;
@@ -125,7 +115,7 @@ struct Tiled {
         } else if (i + 1 == tiles.tiles) {
           after = next;
         }
-        choose(step, tokens)(m, first + b, x, out + from * out_stride + size_t(b) * kBlockRows, out_stride, after);
+        table[tokens - 1][step - 1](m, first + b, x, out + from * out_stride + size_t(b) * kBlockRows, out_stride, after);
       }
     }
   }
@@ -142,6 +132,44 @@ struct Ahead {
         same(kAhead / streams),
         jump(next ? next - codes - ptrdiff_t(switch_line) * kLineBytes : 0) {}
   INT4MOE_INLINE ptrdiff_t operator()(int line) const { return line < switch_line ? same : jump; }
+};
+
+// A vector for each of B blocks and M tokens: in registers, or at `out` as `multiply` wants them.
+template <int B, int M, bool kKept>
+struct Vectors {
+  __m512 kept[B][kKept ? M : 1];
+  float* out;
+  size_t stride;
+
+  INT4MOE_INLINE Vectors(float* out_, size_t stride_) : out(out_), stride(stride_) {
+    __asm__("" : "+r"(out));  // compilers would keep in registers what is in memory so that it takes none
+  }
+  INT4MOE_INLINE void clear() {
+#pragma GCC unroll 4
+    for (int b = 0; b < B; ++b) {
+#pragma GCC unroll 12
+      for (int t = 0; t < M; ++t) set(b, t, _mm512_setzero_ps());
+    }
+  }
+  INT4MOE_INLINE __m512 get(int b, int t) const {
+    if constexpr (kKept) return kept[b][t];
+    return _mm512_load_ps(out + t * stride + b * kBlockRows);
+  }
+  INT4MOE_INLINE void set(int b, int t, __m512 v) {
+    if constexpr (kKept) {
+      kept[b][t] = v;
+    } else {
+      _mm512_store_ps(out + t * stride + b * kBlockRows, v);
+    }
+  }
+  INT4MOE_INLINE void store() {
+    if constexpr (!kKept) return;
+#pragma GCC unroll 4
+    for (int b = 0; b < B; ++b) {
+#pragma GCC unroll 12
+      for (int t = 0; t < M; ++t) _mm512_store_ps(out + t * stride + b * kBlockRows, kept[b][t]);
+    }
+  }
 };
 
 // --- elementwise

@@ -24,7 +24,7 @@ INT4MOE_INLINE void dot(__m512i& acc, __m512i w, __m512i v) {
 
 // Independent partial sums of one (block, token), so that few of them do not wait for each other.
 template <int B, int M>
-constexpr int kChains = B * M >= 4 ? 1 : B * M >= 2 ? 2 : 4;
+constexpr int kChains = B * M >= 10 ? 1 : B * M >= 4 ? 2 : 4;
 
 template <int B, int M, int N, int C>
 INT4MOE_INLINE void pairs(const __m512i (&line)[B], const uint8_t* const (&x)[M], size_t at, __m512i (&acc)[B][M][C]) {
@@ -43,7 +43,8 @@ INT4MOE_INLINE void pairs(const __m512i (&line)[B], const uint8_t* const (&x)[M]
 }
 
 struct Int16 {
-  static constexpr int blocks(int tokens) { return tokens > 5 ? 2 : tokens > 2 ? 4 : 1; }
+  static constexpr int kTokens = 6;
+  static constexpr int blocks(int tokens) { return tokens > 3 ? 2 : tokens > 2 ? 4 : 1; }
 
   template <int B, int M>
   static void tile(const Matrix& m, int block, const uint8_t* const* rows, float* out, size_t out_stride,
@@ -58,22 +59,23 @@ struct Int16 {
     for (int t = 0; t < M; ++t) x[t] = rows[t];
     const Ahead fetch(m, codes[0], next, B);
     size_t tail = int16_values_bytes(m);
-    bool fresh = true;
-    for (int g = 0, l = 0; g < m.groups; ++g) {
+    alignas(64) float parts[M][B * kBlockRows];
+    Vectors<B, M, B * M <= 5> total(out, out_stride);
+    Vectors<B, M, B * M <= 12> part(parts[0], B * kBlockRows);
+    total.clear();
+    const int stretch = int16_groups_per_stretch(m);
+    for (int g = 0, l = 0, left = stretch; g < m.groups; ++g) {
       const int end = l + m.group_lines() < m.lines ? l + m.group_lines() : m.lines;
-      for (; l < end; tail += 8, fresh = false) {
+      for (; l < end; tail += 8) {
         const int to = l + kInt16SegmentLines < end ? l + kInt16SegmentLines : end;
         constexpr int C = kChains<B, M>;
         __m512i acc[B][M][C];
-#pragma GCC unroll 4
-        for (int b = 0; b < B; ++b) {
-          const __m512i z = load_zeros(zeros[b], g);
 #pragma GCC unroll 12
-          for (int t = 0; t < M; ++t) {
-            const auto sum = uint32_t(int_at(x[t] + tail + 4));  // any value at all where an activation is not finite
+        for (int t = 0; t < M; ++t) {
+#pragma GCC unroll 4
+          for (int b = 0; b < B; ++b) {
+            acc[b][t][0] = _mm512_set1_epi32(int_at(x[t] + tail + 4));
             for (int c = 1; c < C; ++c) acc[b][t][c] = _mm512_setzero_si512();
-            acc[b][t][0] = m.zeros ? _mm512_mullo_epi32(z, _mm512_set1_epi32(int32_t(0u - sum)))
-                                     : _mm512_set1_epi32(int32_t(0u - 8u * sum));
           }
         }
         for (; l < to; ++l) {
@@ -86,20 +88,36 @@ struct Int16 {
           }
           pairs<B, M, 0, C>(line, x, size_t(l) * kLineColumns * 2, acc);
         }
+        const bool begins = left == stretch, ends = --left == 0 || l == m.lines;
 #pragma GCC unroll 4
         for (int b = 0; b < B; ++b) {
           const __m512 s = load_scales(m, scales[b], g);
+          if (m.zeros) {
+            const __m512i offset = _mm512_sub_epi32(load_zeros(zeros[b], g), _mm512_set1_epi32(8));
+#pragma GCC unroll 12
+            for (int t = 0; t < M; ++t) {
+              const __m512i minus = _mm512_srai_epi32(_mm512_set1_epi32(int_at(x[t] + tail + 4)), 3);
+              acc[b][t][0] = _mm512_add_epi32(acc[b][t][0], _mm512_mullo_epi32(offset, minus));
+            }
+          }
 #pragma GCC unroll 12
           for (int t = 0; t < M; ++t) {
             for (int c = 1; c < C; ++c) acc[b][t][0] = _mm512_add_epi32(acc[b][t][0], acc[b][t][c]);
-            float* total = out + t * out_stride + b * kBlockRows;
-            const __m512 before = fresh ? _mm512_setzero_ps() : _mm512_load_ps(total);
-            const __m512 scale = _mm512_mul_ps(s, _mm512_set1_ps(float_at(x[t] + tail)));
-            _mm512_store_ps(total, _mm512_fmadd_ps(_mm512_cvtepi32_ps(acc[b][t][0]), scale, before));
+            const __m512 d = _mm512_cvtepi32_ps(acc[b][t][0]);
+            part.set(b, t, begins ? _mm512_mul_ps(d, s) : _mm512_fmadd_ps(d, s, part.get(b, t)));
           }
+        }
+        if (!ends) continue;
+        left = stretch;
+#pragma GCC unroll 12
+        for (int t = 0; t < M; ++t) {
+          const __m512 scale = _mm512_set1_ps(float_at(x[t] + tail));
+#pragma GCC unroll 4
+          for (int b = 0; b < B; ++b) total.set(b, t, _mm512_fmadd_ps(part.get(b, t), scale, total.get(b, t)));
         }
       }
     }
+    total.store();
   }
 };
 
@@ -117,7 +135,7 @@ extern const Kernels kAvx512Int16W4A16;
 const Kernels kAvx512Int16W4A16 = {"avx512",
                                    "w4a16",
                                    kAvx512 | kAvx512Vnni,
-                                   avx512::kTile,
+                                   avx512::Int16::kTokens,
                                    avx512::int16_row_bytes,
                                    avx512::int16_prepare,
                                    avx512::multiply_int16,

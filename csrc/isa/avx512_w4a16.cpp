@@ -70,6 +70,7 @@ INT4MOE_INLINE void nibbles(const __m512i (&line)[B], const float* const (&x)[M]
 }
 
 struct Float {
+  static constexpr int kTokens = 12;
   static constexpr int blocks(int tokens) { return tokens > 5 ? 2 : 4; }
 
   template <int B, int M>
@@ -124,7 +125,7 @@ struct Float {
 
 #define INT4MOE_ROW(ISA, FEATURES, TYPES)                                                                    \
   {                                                                                                          \
-    ISA, "w4a16", FEATURES, avx512::kTile, avx512::row_bytes, avx512::prepare,                               \
+    ISA, "w4a16", FEATURES, avx512::Float::kTokens, avx512::row_bytes, avx512::prepare,                               \
         avx512::Tiled<avx512::Float>::multiply, avx512::activate, avx512::load, avx512::store,               \
         avx512::accumulate, TYPES                                                                            \
   }

@@ -13,41 +13,8 @@ INT4MOE_INLINE void dot(__m512i& acc, __m512i codes, __m512i x) {
   __asm__("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(codes), "v"(x));
 }
 
-// The totals of B blocks for M tokens: in registers where these suffice, else in `out`.
 template <int B, int M>
-struct Totals {
-  static constexpr bool kKept = 2 * B * M <= 20;
-  __m512 kept[B][kKept ? M : 1];
-  float* out;
-  size_t stride;
-
-  INT4MOE_INLINE Totals(float* out_, size_t stride_) : out(out_), stride(stride_) {
-#pragma GCC unroll 4
-    for (int b = 0; b < B; ++b) {
-#pragma GCC unroll 12
-      for (int t = 0; t < M; ++t) set(b, t, _mm512_setzero_ps());
-    }
-  }
-  INT4MOE_INLINE __m512 get(int b, int t) const {
-    if constexpr (kKept) return kept[b][t];
-    return _mm512_load_ps(out + t * stride + b * kBlockRows);
-  }
-  INT4MOE_INLINE void set(int b, int t, __m512 v) {
-    if constexpr (kKept) {
-      kept[b][t] = v;
-    } else {
-      _mm512_store_ps(out + t * stride + b * kBlockRows, v);
-    }
-  }
-  INT4MOE_INLINE void store() {
-    if constexpr (!kKept) return;
-#pragma GCC unroll 4
-    for (int b = 0; b < B; ++b) {
-#pragma GCC unroll 12
-      for (int t = 0; t < M; ++t) _mm512_store_ps(out + t * stride + b * kBlockRows, kept[b][t]);
-    }
-  }
-};
+using Totals = Vectors<B, M, 2 * B * M <= 24>;
 
 // The sums of a segment of group g into the totals.
 template <int B, int M, bool kHead, bool kZeros>
@@ -66,6 +33,7 @@ INT4MOE_INLINE void add(const Matrix& m, const uint8_t* const (&scales)[B], cons
 }
 
 struct Int8 {
+  static constexpr int kTokens = 12;
   static constexpr int blocks(int tokens) { return tokens > 5 ? 2 : 1; }
 
   template <int B, int M>
@@ -82,6 +50,7 @@ struct Int8 {
     const __m512i mask = _mm512_set1_epi8(15);
 
     Totals<B, M> total(out, out_stride);
+    total.clear();
     const int group_lines = m.group_lines(), segment_lines = w4a8_segment_lines(m);
     size_t scale_at = w4a8_scales(m), sum_at = w4a8_sums(m);
     for (int g = 0, l = 0; g < m.groups; ++g, sum_at += 4) {
@@ -148,7 +117,7 @@ extern const Kernels kAvx512W4A8;
 const Kernels kAvx512W4A8 = {"avx512",
                              "w4a8",
                              kAvx512 | kAvx512Vnni,
-                             avx512::kTile,
+                             avx512::Int8::kTokens,
                              avx512::w4a8_row_bytes,
                              avx512::w4a8_prepare,
                              avx512::multiply_w4a8,
