@@ -222,6 +222,25 @@ INT4MOE_INLINE void add_segment(const GroupOfBlock& group, bool zeros, bool begi
   return add_sums<M, Start::kZeros, false>(group, x, scale_at, sum_at, sums, part, total);
 }
 
+// Groups that are one whole segment each.
+template <int M, ScaleType S, Start kStart>
+INT4MOE_INLINE void short_groups(const Matrix& m, const Block& b, const uint8_t* const (&x)[M], __m256 (&total)[M][2]) {
+  const uint8_t* codes = b.codes;
+  size_t scale_at = scales_offset(m), at = 0;
+  const size_t across = sums_offset(m) - scale_at;
+  for (int g = 0; g < m.groups; ++g, scale_at += sizeof(float)) {
+    const ptrdiff_t fetch = to_fetch(b, codes);
+    GroupOfBlock group;
+    load_group<S, M>(b, g, group);
+    for (int i = 0; i < kSegmentLines; ++i) prefetch(codes + fetch + i * kLineBytes);
+    __m256i sums[M][2];
+    segment<M, kSegmentLines>(codes, x, at, kSegmentLines, sums);
+    codes += kSegmentLines * kLineBytes;
+    at += kSegmentLines * kLineColumns;
+    add_sums<M, kStart, true>(group, x, scale_at, scale_at + across, sums, total, total);
+  }
+}
+
 struct Int8 {
   static constexpr int kTokens = kTile;
 
@@ -235,6 +254,15 @@ struct Int8 {
       total[t][0] = total[t][1] = _mm256_setzero_ps();
     }
     const int group_lines = m.group_lines();
+    if (group_lines == kSegmentLines && m.lines % kSegmentLines == 0) {
+      if (b.zeros) {
+        short_groups<M, S, Start::kZeros>(m, b, x, total);
+      } else {
+        short_groups<M, S, Start::kEight>(m, b, x, total);
+      }
+      store_rows<M>(total, out, out_stride);
+      return;
+    }
     size_t scale_at = scales_offset(m), sum_at = sums_offset(m), at = 0;
     const uint8_t* codes = b.codes;
     for (int g = 0, l = 0; g < m.groups; ++g, sum_at += sizeof(float)) {
