@@ -301,29 +301,14 @@ class Run {
   }
 
 // DO(kind) for the kind of the sums that are to be added.
-#define INT4MOE_KINDS(DO)                                           \
-  switch (before.count ? before.kind : 0) {                         \
-    case 0:                                                         \
-      DO(0);                                                        \
-      break;                                                        \
-    case 1:                                                         \
-      DO(1);                                                        \
-      break;                                                        \
-    case 2:                                                         \
-      DO(2);                                                        \
-      break;                                                        \
-    case 4:                                                         \
-      DO(4);                                                        \
-      break;                                                        \
-    case 5:                                                         \
-      DO(5);                                                        \
-      break;                                                        \
-    case 8:                                                         \
-      DO(8);                                                        \
-      break;                                                        \
-    case 9:                                                         \
-      DO(9);                                                        \
-      break;                                                        \
+#define INT4MOE_KIND(DO, K) \
+  case K:                   \
+    DO(K);                  \
+    break;
+#define INT4MOE_KINDS(DO)                                                                      \
+  switch (before.count ? before.kind : 0) {                                                    \
+    INT4MOE_KIND(DO, 0) INT4MOE_KIND(DO, 1) INT4MOE_KIND(DO, 2) INT4MOE_KIND(DO, 4)            \
+    INT4MOE_KIND(DO, 5) INT4MOE_KIND(DO, 8) INT4MOE_KIND(DO, 9)                                \
   }
 
   template <int N, int B>
@@ -380,6 +365,7 @@ class Run {
     before.count = 0;
   }
 #undef INT4MOE_KINDS
+#undef INT4MOE_KIND
 
   Scratch scratch_;
   const Matrix& m_;

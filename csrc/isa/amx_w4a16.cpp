@@ -26,17 +26,16 @@ constexpr int kVectorTokens = 4;
 
 struct Int16 {
   static constexpr int kPlanes = 2;
-  // kFirst: the first stretch of the matrix; kBegins: a stretch that goes on; kEnds: one that began before.
+  // kFirst: of the first stretch; kBegins: a stretch that goes on after it; kGoesOn; kEnds: a stretch that began before.
   static constexpr int kPlain = 0, kFirst = 1, kBegins = 2, kGoesOn = 4, kEnds = 8;
   static constexpr bool kParts = true;
   static constexpr bool has(int kind) { return kind <= kBegins || kind == kGoesOn || (kind & ~kFirst) == kEnds; }
   static int kind(const Matrix& m, const Segment& s) {
     const int stretch = avx512::int16_groups_per_stretch(m), at = s.group % stretch;
-    const int first = s.group < stretch ? kFirst : kPlain;
-    const bool ends = at == stretch - 1 || s.group == m.groups - 1;
-    if (stretch == 1 || (at == 0 && ends)) return s.first ? kFirst : kPlain;
-    if (!ends) return at == 0 ? kBegins : kGoesOn;
-    return kEnds | first;
+    const bool begins = at == 0, ends = at == stretch - 1 || s.group == m.groups - 1;
+    if (!ends) return begins ? kBegins : kGoesOn;
+    if (begins) return s.first ? kFirst : kPlain;
+    return s.group < stretch ? kEnds | kFirst : kEnds;
   }
 
   static int segment_lines(const Matrix&) { return avx512::kInt16SegmentLines; }

@@ -82,91 +82,99 @@ struct Place {
 
 // --- the lines of a segment
 //
-// In assembly as a whole: the sums of 6 tokens take 12 of the 16 registers, and compilers that cannot see this keep some in
-// memory, or move them to other registers and back around the loop. codes and `at` move on to the end of the segment.
+// In assembly as a whole: the sums of 6 tokens take 12 of the 16 registers, and compilers that have to keep that up around a
+// loop move some to memory or to each other's registers. p.codes and p.at move on to the end of the segment.
 
-// Codes of two columns of 8 rows, as int16, at %[c] and in w0, w1: columns (0, 2), (4, 6), (1, 3), (5, 7) for 0..3.
-#define INT4MOE_PAIR0                                     \
-  "vmovdqa (%[c]), %[w0]\n\tvmovdqa 32(%[c]), %[w1]\n\t" \
-  "vpand %[m], %[w0], %[w0]\n\tvpand %[m], %[w1], %[w1]\n\t"
-#define INT4MOE_PAIR(SHIFT)                                                                                    \
-  "vmovdqa (%[c]), %[w0]\n\tvpsrlw $" SHIFT ", %[w0], %[w0]\n\tvpand %[m], %[w0], %[w0]\n\t"                     \
+#define INT4MOE_PRODUCT(W, SUM) "vpmaddwd %[v], %[" W "], %[p]\n\tvpaddd %[p], %[" SUM "], %[" SUM "]\n\t"
+#define INT4MOE_VALUES(T, AT) "vpbroadcastd " AT "(%[x" #T "],%[at]), %[v]\n\t"  // two of token T
+#define INT4MOE_PRODUCTS(T, AT, LOW, HIGH) INT4MOE_VALUES(T, AT) INT4MOE_PRODUCT("w0", LOW) INT4MOE_PRODUCT("w1", HIGH)
+#define INT4MOE_START(T) "vpbroadcastd (%[x" #T "],%[at]), %[l" #T "]\n\tvpbroadcastd (%[x" #T "],%[at]), %[h" #T "]\n\t"
+#define INT4MOE_NEXT_LINE "add $64, %[c]\n\tadd $16, %[at]\n\tcmp %[e], %[c]\n\tjne 1b"
+#define INT4MOE_SUMS(T) [l##T] "=&x"(sums[T][0]), [h##T] "=&x"(sums[T][1])
+#define INT4MOE_X(T) [x##T] "r"(x[T])
+
+// Codes of two columns of rows 0-7 and 8-15, as int16: columns (0, 2), (4, 6), (1, 3), (5, 7) for shifts by 0, 4, 8, 12. With
+// many tokens there is no register to keep them in: they are loaded again for the next pair.
+#define INT4MOE_PAIR0 \
+  "vmovdqa (%[c]), %[w0]\n\tvmovdqa 32(%[c]), %[w1]\n\tvpand %[m], %[w0], %[w0]\n\tvpand %[m], %[w1], %[w1]\n\t"
+#define INT4MOE_PAIR(SHIFT)                                                              \
+  "vmovdqa (%[c]), %[w0]\n\tvpsrlw $" SHIFT ", %[w0], %[w0]\n\tvpand %[m], %[w0], %[w0]\n\t" \
   "vmovdqa 32(%[c]), %[w1]\n\tvpsrlw $" SHIFT ", %[w1], %[w1]\n\tvpand %[m], %[w1], %[w1]\n\t"
-#define INT4MOE_PAIR3                                                                                              \
+#define INT4MOE_PAIR12 \
   "vmovdqa (%[c]), %[w0]\n\tvpsrlw $12, %[w0], %[w0]\n\tvmovdqa 32(%[c]), %[w1]\n\tvpsrlw $12, %[w1], %[w1]\n\t"
 
-// sums of token T += w0, w1 times its two values
-#define INT4MOE_TOKEN(T, AT)                                                                   \
-  "vpbroadcastd " AT "(%[x" #T "],%[at]), %[v]\n\t"                                            \
-  "vpmaddwd %[v], %[w0], %[p]\n\tvpaddd %[p], %[l" #T "], %[l" #T "]\n\t"                      \
-  "vpmaddwd %[v], %[w1], %[p]\n\tvpaddd %[p], %[h" #T "], %[h" #T "]\n\t"
-#define INT4MOE_START(T) "vpbroadcastd (%[x" #T "],%[at]), %[l" #T "]\n\tvpbroadcastd (%[x" #T "],%[at]), %[h" #T "]\n\t"
-#define INT4MOE_TO(T) [l##T] "=&x"(sums[T][0]), [h##T] "=&x"(sums[T][1])
-#define INT4MOE_FROM(T) [x##T] "r"(x[T])
-
-#define INT4MOE_LINES(STARTS, TOKENS, TO, FROM)                                                                          \
-  __asm__ volatile(STARTS "add $4, %[at]\n\t.p2align 5\n1:\tprefetcht1 (%[c],%[f])\n\t" INT4MOE_PAIR0 TOKENS("0")       \
-                       INT4MOE_PAIR("4") TOKENS("4") INT4MOE_PAIR("8") TOKENS("8") INT4MOE_PAIR3 TOKENS("12")           \
-                       "add $64, %[c]\n\tadd $16, %[at]\n\tcmp %[e], %[c]\n\tjne 1b"                                    \
-                   : TO, [w0] "=&x"(w0), [w1] "=&x"(w1), [v] "=&x"(v), [p] "=&x"(product), [c] "+r"(p.codes), [at] "+r"(p.at) \
-                   : [e] "r"(end), [f] "r"(fetch), [m] "m"(kLowNibbles), FROM                                           \
+#define INT4MOE_LINES(STARTS, TOKENS, SUMS, X)                                                                      \
+  __asm__ volatile(STARTS "add $4, %[at]\n\t.p2align 5\n1:\tprefetcht1 (%[c],%[f])\n\t" INT4MOE_PAIR0 TOKENS("0")   \
+                       INT4MOE_PAIR("4") TOKENS("4") INT4MOE_PAIR("8") TOKENS("8") INT4MOE_PAIR12 TOKENS("12")      \
+                           INT4MOE_NEXT_LINE                                                                        \
+                   : SUMS, [w0] "=&x"(w0), [w1] "=&x"(w1), [v] "=&x"(v), [p] "=&x"(product), [c] "+r"(p.codes),     \
+                     [at] "+r"(p.at)                                                                                \
+                   : [e] "r"(end), [f] "r"(fetch), [m] "m"(kLowNibbles), X                                          \
                    : "memory", "cc")
 
-#define INT4MOE_STARTS3 INT4MOE_START(0) INT4MOE_START(1) INT4MOE_START(2)
-#define INT4MOE_STARTS4 INT4MOE_STARTS3 INT4MOE_START(3)
-#define INT4MOE_STARTS5 INT4MOE_STARTS4 INT4MOE_START(4)
-#define INT4MOE_STARTS6 INT4MOE_STARTS5 INT4MOE_START(5)
+#define INT4MOE_TOKEN(T, AT) INT4MOE_PRODUCTS(T, AT, "l" #T, "h" #T)
 #define INT4MOE_TOKENS3(AT) INT4MOE_TOKEN(0, AT) INT4MOE_TOKEN(1, AT) INT4MOE_TOKEN(2, AT)
 #define INT4MOE_TOKENS4(AT) INT4MOE_TOKENS3(AT) INT4MOE_TOKEN(3, AT)
 #define INT4MOE_TOKENS5(AT) INT4MOE_TOKENS4(AT) INT4MOE_TOKEN(4, AT)
 #define INT4MOE_TOKENS6(AT) INT4MOE_TOKENS5(AT) INT4MOE_TOKEN(5, AT)
-#define INT4MOE_TO3 INT4MOE_TO(0), INT4MOE_TO(1), INT4MOE_TO(2)
-#define INT4MOE_TO4 INT4MOE_TO3, INT4MOE_TO(3)
-#define INT4MOE_TO5 INT4MOE_TO4, INT4MOE_TO(4)
-#define INT4MOE_TO6 INT4MOE_TO5, INT4MOE_TO(5)
-#define INT4MOE_FROM3 INT4MOE_FROM(0), INT4MOE_FROM(1), INT4MOE_FROM(2)
-#define INT4MOE_FROM4 INT4MOE_FROM3, INT4MOE_FROM(3)
-#define INT4MOE_FROM5 INT4MOE_FROM4, INT4MOE_FROM(4)
-#define INT4MOE_FROM6 INT4MOE_FROM5, INT4MOE_FROM(5)
+#define INT4MOE_STARTS3 INT4MOE_START(0) INT4MOE_START(1) INT4MOE_START(2)
+#define INT4MOE_STARTS4 INT4MOE_STARTS3 INT4MOE_START(3)
+#define INT4MOE_STARTS5 INT4MOE_STARTS4 INT4MOE_START(4)
+#define INT4MOE_STARTS6 INT4MOE_STARTS5 INT4MOE_START(5)
+#define INT4MOE_SUMS3 INT4MOE_SUMS(0), INT4MOE_SUMS(1), INT4MOE_SUMS(2)
+#define INT4MOE_SUMS4 INT4MOE_SUMS3, INT4MOE_SUMS(3)
+#define INT4MOE_SUMS5 INT4MOE_SUMS4, INT4MOE_SUMS(4)
+#define INT4MOE_SUMS6 INT4MOE_SUMS5, INT4MOE_SUMS(5)
+#define INT4MOE_X3 INT4MOE_X(0), INT4MOE_X(1), INT4MOE_X(2)
+#define INT4MOE_X4 INT4MOE_X3, INT4MOE_X(3)
+#define INT4MOE_X5 INT4MOE_X4, INT4MOE_X(4)
+#define INT4MOE_X6 INT4MOE_X5, INT4MOE_X(5)
 
-alignas(32) constexpr uint64_t kLowNibbles[4] = {0x000f000f000f000f, 0x000f000f000f000f, 0x000f000f000f000f, 0x000f000f000f000f};
+alignas(32) constexpr uint64_t kLowNibbles[4] = {0x000f000f000f000f, 0x000f000f000f000f, 0x000f000f000f000f,
+                                                 0x000f000f000f000f};
 
 // sums[t] = sum((code - 8) * x) of token t, over the codes from p to `end`.
 template <int M>
-INT4MOE_INLINE void sum_lines(Place& p, const uint8_t* end, ptrdiff_t fetch, const uint8_t* const (&x)[M], __m256i (&sums)[M][2]) {
+INT4MOE_INLINE void sum_lines(Place& p, const uint8_t* end, ptrdiff_t fetch, const uint8_t* const (&x)[M],
+                              __m256i (&sums)[M][2]) {
   __m256i w0, w1, v, product;
   if constexpr (M == 3) {
-    INT4MOE_LINES(INT4MOE_STARTS3, INT4MOE_TOKENS3, INT4MOE_TO3, INT4MOE_FROM3);
+    INT4MOE_LINES(INT4MOE_STARTS3, INT4MOE_TOKENS3, INT4MOE_SUMS3, INT4MOE_X3);
   } else if constexpr (M == 4) {
-    INT4MOE_LINES(INT4MOE_STARTS4, INT4MOE_TOKENS4, INT4MOE_TO4, INT4MOE_FROM4);
+    INT4MOE_LINES(INT4MOE_STARTS4, INT4MOE_TOKENS4, INT4MOE_SUMS4, INT4MOE_X4);
   } else if constexpr (M == 5) {
-    INT4MOE_LINES(INT4MOE_STARTS5, INT4MOE_TOKENS5, INT4MOE_TO5, INT4MOE_FROM5);
+    INT4MOE_LINES(INT4MOE_STARTS5, INT4MOE_TOKENS5, INT4MOE_SUMS5, INT4MOE_X5);
   } else {
     static_assert(M == 6, "as many sums as there are registers");
-    INT4MOE_LINES(INT4MOE_STARTS6, INT4MOE_TOKENS6, INT4MOE_TO6, INT4MOE_FROM6);
+    INT4MOE_LINES(INT4MOE_STARTS6, INT4MOE_TOKENS6, INT4MOE_SUMS6, INT4MOE_X6);
   }
 }
 
-// For one or two tokens decoding is what takes time. Codes of two columns of 8 rows then stay where they are in their int16,
-// 16 or 256 times as large, for sums of their own: multiply-adds of 16 times the codes fit in int32 over kSegmentLines, those
-// of 256 times over 8 lines.
-static_assert(2 * 15 * 16 * 32767ll * kSegmentLines < 1ll << 31 && 2 * 15 * 256 * 32767ll * 8 < 1ll << 31, "int32 sums");
+// For one or two tokens decoding is what takes time. Codes of two columns then stay where they are in their int16, 16 or 256
+// times as large, for sums of their own: those of 16 times the codes fit in int32 over kSegmentLines, of 256 times over 8.
+constexpr int kLines256 = 8;
+static_assert(2 * 15 * 16 * 32767ll * kSegmentLines < 1ll << 31 && 2 * 15 * 256 * 32767ll * kLines256 < 1ll << 31, "int32");
 
-#define INT4MOE_LOAD "prefetcht1 (%[c],%[f])\n\tvmovdqa (%[c]), %[a]\n\tvmovdqa 32(%[c]), %[b]\n\t"
-#define INT4MOE_VALUES(T, AT) "vpbroadcastd " #AT "(%[x" #T "],%[at]), %[v]\n\t"
-#define INT4MOE_ADD(TO) "vpmaddwd %[v], %[w], %[p]\n\tvpaddd %[p], %[" TO "], %[" TO "]\n\t"
+// sums += sums_times / 2^shift, exactly
+INT4MOE_INLINE void add_shifted(__m256i (&sums)[2], const __m256i (&sums_times)[2], int shift) {
+  sums[0] = _mm256_add_epi32(sums[0], _mm256_srai_epi32(sums_times[0], shift));
+  sums[1] = _mm256_add_epi32(sums[1], _mm256_srai_epi32(sums_times[1], shift));
+}
 
-// sums of one token, over the codes from p to `end`, at most 8 lines
+#define INT4MOE_MASKED(MASK, LOW, HIGH)                                                                          \
+  "vpand %[" MASK "], %[a], %[w]\n\t" INT4MOE_PRODUCT("w", LOW) "vpand %[" MASK "], %[b], %[w]\n\t" INT4MOE_PRODUCT("w", HIGH)
+
+// Sums of one token over the codes from p to `end`, at most kLines256.
 INT4MOE_INLINE void add_lines(Place& p, const uint8_t* end, ptrdiff_t fetch, const uint8_t* x, __m256i (&sums)[2],
                               __m256i (&sums16)[2], __m256i (&sums256)[2]) {
   __m256i a, b, v, w, product;
   __asm__ volatile(
-      "1:\t" INT4MOE_LOAD                                                                              //
-      INT4MOE_VALUES(0, 0) "vpand %[m], %[a], %[w]\n\t" INT4MOE_ADD("l") "vpand %[m], %[b], %[w]\n\t" INT4MOE_ADD("h")
-      INT4MOE_VALUES(0, 4) "vpand %[m16], %[a], %[w]\n\t" INT4MOE_ADD("l16") "vpand %[m16], %[b], %[w]\n\t" INT4MOE_ADD("h16")
-      INT4MOE_VALUES(0, 8) "vpand %[m256], %[a], %[w]\n\t" INT4MOE_ADD("l256") "vpand %[m256], %[b], %[w]\n\t" INT4MOE_ADD("h256")
-      INT4MOE_VALUES(0, 12) "vpsrlw $12, %[a], %[w]\n\t" INT4MOE_ADD("l") "vpsrlw $12, %[b], %[w]\n\t" INT4MOE_ADD("h")
-      "add $64, %[c]\n\tadd $16, %[at]\n\tcmp %[e], %[c]\n\tjne 1b"
+      "1:\tprefetcht1 (%[c],%[f])\n\tvmovdqa (%[c]), %[a]\n\tvmovdqa 32(%[c]), %[b]\n\t"     //
+      INT4MOE_VALUES(0, "0") INT4MOE_MASKED("m", "l", "h")                                   //
+      INT4MOE_VALUES(0, "4") INT4MOE_MASKED("m16", "l16", "h16")                             //
+      INT4MOE_VALUES(0, "8") INT4MOE_MASKED("m256", "l256", "h256")                          //
+      INT4MOE_VALUES(0, "12") "vpsrlw $12, %[a], %[w]\n\t" INT4MOE_PRODUCT("w", "l")         //
+      "vpsrlw $12, %[b], %[w]\n\t" INT4MOE_PRODUCT("w", "h") INT4MOE_NEXT_LINE
       : [l] "+x"(sums[0]), [h] "+x"(sums[1]), [l16] "+x"(sums16[0]), [h16] "+x"(sums16[1]), [l256] "+x"(sums256[0]),
         [h256] "+x"(sums256[1]), [a] "=&x"(a), [b] "=&x"(b), [v] "=&x"(v), [w] "=&x"(w), [p] "=&x"(product),
         [c] "+r"(p.codes), [at] "+r"(p.at)
@@ -175,63 +183,52 @@ INT4MOE_INLINE void add_lines(Place& p, const uint8_t* end, ptrdiff_t fetch, con
       : "memory", "cc");
 }
 
-INT4MOE_INLINE __m256i add_shifted(__m256i sum, __m256i more, int by) { return _mm256_add_epi32(sum, _mm256_srai_epi32(more, by)); }
-
-INT4MOE_INLINE void sum_lines(Place& p, const uint8_t* end, ptrdiff_t fetch, const uint8_t* const (&x)[1], __m256i (&sums)[1][2]) {
+INT4MOE_INLINE void sum_lines(Place& p, const uint8_t* end, ptrdiff_t fetch, const uint8_t* const (&x)[1],
+                              __m256i (&sums)[1][2]) {
   sums[0][0] = sums[0][1] = broadcast4(x[0] + p.at);
   p.at += 4;
   __m256i sums16[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
   do {
     __m256i sums256[2] = {_mm256_setzero_si256(), _mm256_setzero_si256()};
-    const uint8_t* to = p.codes + 8 * kLineBytes;
+    const uint8_t* to = p.codes + kLines256 * kLineBytes;
     add_lines(p, to < end ? to : end, fetch, x[0], sums[0], sums16, sums256);
-    sums[0][0] = add_shifted(sums[0][0], sums256[0], 8);
-    sums[0][1] = add_shifted(sums[0][1], sums256[1], 8);
+    add_shifted(sums[0], sums256, 8);
   } while (p.codes != end);
-  sums[0][0] = add_shifted(sums[0][0], sums16[0], 4);
-  sums[0][1] = add_shifted(sums[0][1], sums16[1], 4);
+  add_shifted(sums[0], sums16, 4);
 }
 
-#define INT4MOE_BOTH(AT, LOW, HIGH) /* the products of w with two tokens */ \
-  INT4MOE_VALUES(0, AT) INT4MOE_ADD(LOW) INT4MOE_VALUES(1, AT) INT4MOE_ADD(HIGH)
+#define INT4MOE_TWO(AT, L0, H0, L1, H1) INT4MOE_PRODUCTS(0, AT, L0, H0) INT4MOE_PRODUCTS(1, AT, L1, H1)
 
-INT4MOE_INLINE void sum_lines(Place& p, const uint8_t* end, ptrdiff_t fetch, const uint8_t* const (&x)[2], __m256i (&sums)[2][2]) {
+INT4MOE_INLINE void sum_lines(Place& p, const uint8_t* end, ptrdiff_t fetch, const uint8_t* const (&x)[2],
+                              __m256i (&sums)[2][2]) {
   __m256i sums16[2][2], w0, w1, a, v, product;
   __asm__ volatile(
-      INT4MOE_START(0) INT4MOE_START(1)
-      "add $4, %[at]\n\tvpxor %[l16], %[l16], %[l16]\n\tvpxor %[h16], %[h16], %[h16]\n\t"
-      "vpxor %[i16], %[i16], %[i16]\n\tvpxor %[j16], %[j16], %[j16]\n"
-      "1:\tprefetcht1 (%[c],%[f])\n\t"
-#define INT4MOE_TWO(AT, L0, H0, L1, H1)                                                                                  \
-  INT4MOE_VALUES(0, AT) "vpmaddwd %[v], %[w0], %[p]\n\tvpaddd %[p], %[" L0 "], %[" L0 "]\n\t"                            \
-                        "vpmaddwd %[v], %[w1], %[p]\n\tvpaddd %[p], %[" H0 "], %[" H0 "]\n\t"                            \
-  INT4MOE_VALUES(1, AT) "vpmaddwd %[v], %[w0], %[p]\n\tvpaddd %[p], %[" L1 "], %[" L1 "]\n\t"                            \
-                        "vpmaddwd %[v], %[w1], %[p]\n\tvpaddd %[p], %[" H1 "], %[" H1 "]\n\t"
-      "vmovdqa (%[c]), %[a]\n\tvpand %[a], %[m], %[w0]\n\tvmovdqa 32(%[c]), %[w1]\n\tvpand %[w1], %[m], %[w1]\n\t"
-      INT4MOE_TWO(0, "l0", "h0", "l1", "h1")
-      "vpand %[a], %[m16], %[w0]\n\tvpand 32(%[c]), %[m16], %[w1]\n\t"
-      INT4MOE_TWO(4, "l16", "h16", "i16", "j16")
-      "vpsrlw $8, %[a], %[w0]\n\tvpand %[w0], %[m], %[w0]\n\tvmovdqa 32(%[c]), %[w1]\n\tvpsrlw $8, %[w1], %[w1]\n\tvpand %[w1], %[m], %[w1]\n\t"
-      INT4MOE_TWO(8, "l0", "h0", "l1", "h1")
-      "vpsrlw $12, %[a], %[w0]\n\tvmovdqa 32(%[c]), %[w1]\n\tvpsrlw $12, %[w1], %[w1]\n\t"
-      INT4MOE_TWO(12, "l0", "h0", "l1", "h1")
-      "add $64, %[c]\n\tadd $16, %[at]\n\tcmp %[e], %[c]\n\tjne 1b"
-      : INT4MOE_TO(0), INT4MOE_TO(1), [l16] "=&x"(sums16[0][0]), [h16] "=&x"(sums16[0][1]), [i16] "=&x"(sums16[1][0]),
-        [j16] "=&x"(sums16[1][1]), [w0] "=&x"(w0), [w1] "=&x"(w1), [a] "=&x"(a), [v] "=&x"(v), [p] "=&x"(product),
+      INT4MOE_START(0) INT4MOE_START(1)                                                                      //
+      "add $4, %[at]\n\tvpxor %[i0], %[i0], %[i0]\n\tvpxor %[j0], %[j0], %[j0]\n\t"                          //
+      "vpxor %[i1], %[i1], %[i1]\n\tvpxor %[j1], %[j1], %[j1]\n1:\tprefetcht1 (%[c],%[f])\n\t"               //
+      "vmovdqa (%[c]), %[a]\n\tvpand %[a], %[m], %[w0]\n\tvpand 32(%[c]), %[m], %[w1]\n\t"                   //
+      INT4MOE_TWO("0", "l0", "h0", "l1", "h1")                                                               //
+      "vpand %[a], %[m16], %[w0]\n\tvpand 32(%[c]), %[m16], %[w1]\n\t"                                       //
+      INT4MOE_TWO("4", "i0", "j0", "i1", "j1")                                                               //
+      "vpsrlw $8, %[a], %[w0]\n\tvpand %[w0], %[m], %[w0]\n\t"                                               //
+      "vmovdqa 32(%[c]), %[w1]\n\tvpsrlw $8, %[w1], %[w1]\n\tvpand %[w1], %[m], %[w1]\n\t"                   //
+      INT4MOE_TWO("8", "l0", "h0", "l1", "h1")                                                               //
+      "vpsrlw $12, %[a], %[w0]\n\tvmovdqa 32(%[c]), %[w1]\n\tvpsrlw $12, %[w1], %[w1]\n\t"                   //
+      INT4MOE_TWO("12", "l0", "h0", "l1", "h1") INT4MOE_NEXT_LINE
+      : INT4MOE_SUMS(0), INT4MOE_SUMS(1), [i0] "=&x"(sums16[0][0]), [j0] "=&x"(sums16[0][1]), [i1] "=&x"(sums16[1][0]),
+        [j1] "=&x"(sums16[1][1]), [w0] "=&x"(w0), [w1] "=&x"(w1), [a] "=&x"(a), [v] "=&x"(v), [p] "=&x"(product),
         [c] "+r"(p.codes), [at] "+r"(p.at)
-      : [e] "r"(end), [f] "r"(fetch), INT4MOE_FROM(0), INT4MOE_FROM(1), [m] "x"(_mm256_set1_epi16(0x0f)),
+      : [e] "r"(end), [f] "r"(fetch), INT4MOE_X(0), INT4MOE_X(1), [m] "x"(_mm256_set1_epi16(0x0f)),
         [m16] "x"(_mm256_set1_epi16(0xf0))
       : "memory", "cc");
-  INT4MOE_UNROLL
-  for (int t = 0; t < 2; ++t) {
-    sums[t][0] = add_shifted(sums[t][0], sums16[t][0], 4);
-    sums[t][1] = add_shifted(sums[t][1], sums16[t][1], 4);
-  }
+  add_shifted(sums[0], sums16[0], 4);
+  add_shifted(sums[1], sums16[1], 4);
 }
 
 // values[t] = float(sum((code - zero) * x)) over the codes from p to `end`; p moves on.
 template <int M, bool kZeros>
-INT4MOE_INLINE void segment(Place& p, const uint8_t* end, ptrdiff_t fetch, const uint8_t* const (&x)[M], __m256 (&values)[M][2]) {
+INT4MOE_INLINE void segment(Place& p, const uint8_t* end, ptrdiff_t fetch, const uint8_t* const (&x)[M],
+                            __m256 (&values)[M][2]) {
   __m256i sums[M][2];
   const size_t at = p.at;
   sum_lines(p, end, fetch, x, sums);
@@ -263,7 +260,8 @@ INT4MOE_INLINE void add_scaled(const __m256 (&values)[M][2], const Pair& s, __m2
 }
 
 template <int M>
-INT4MOE_INLINE void add_stretch(const uint8_t* const (&x)[M], size_t scale_at, const __m256 (&part)[M][2], __m256 (&total)[M][2]) {
+INT4MOE_INLINE void add_stretch(const uint8_t* const (&x)[M], size_t scale_at, const __m256 (&part)[M][2],
+                                __m256 (&total)[M][2]) {
   INT4MOE_UNROLL
   for (int t = 0; t < M; ++t) {
     const __m256 scale = _mm256_broadcast_ss(reinterpret_cast<const float*>(x[t] + scale_at));

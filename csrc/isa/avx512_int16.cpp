@@ -1,4 +1,4 @@
-// W4A16 on AVX-512 VNNI, for 16-bit activations: int16 values with one scale per token and segment, exact int32 sums
+// W4A16 on AVX-512 VNNI, for 16-bit activations: int16 values with one scale per token and stretch, exact int32 sums
 // (int16_rows512.h says what is computed).
 //
 // One instruction takes two columns of 16 rows, where float32 takes one, and needs no conversion.

@@ -57,7 +57,7 @@ struct Int8 {
       const int end = l + group_lines < m.lines ? l + group_lines : m.lines;
       for (bool head = true; l < end; head = false, scale_at += 4) {
         const int to = l + segment_lines < end ? l + segment_lines : end;
-        constexpr bool kTwo = B * M <= 5;
+        constexpr bool kTwo = B * M <= 5;  // chains, so that few sums do not wait for each other
         __m512i acc[B][M], more[B][M];
 #pragma GCC unroll 4
         for (int b = 0; b < B; ++b) {
@@ -81,7 +81,7 @@ struct Int8 {
 #pragma GCC unroll 4
             for (int b = 0; b < B; ++b) {
               dot(acc[b][t], low[b], a);
-              dot(kTwo ? more[b][t] : acc[b][t], high[b], c);
+              dot((kTwo ? more : acc)[b][t], high[b], c);
             }
           }
         }

@@ -40,7 +40,8 @@ INT4MOE_INLINE __m256 int16_load_line(const Matrix& m, const float* x, int line)
 }
 
 // Quantises lines [from, to), a stretch, in segments of `lines`. Returns where the next segments' scale and sum go.
-inline uint8_t* int16_prepare_stretch(const Matrix& m, const float* x, int from, int to, int lines, uint8_t* row, uint8_t* tail) {
+inline uint8_t* int16_prepare_stretch(const Matrix& m, const float* x, int from, int to, int lines, uint8_t* row,
+                                      uint8_t* tail) {
   const __m128i order = _mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15);
   __m256 most = _mm256_setzero_ps(), nothing = _mm256_setzero_ps();
   for (int l = from; l < to; ++l) {

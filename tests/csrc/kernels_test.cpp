@@ -25,6 +25,9 @@ const Shape kShapes[] = {
     {64, 150, 128, Zeros::kRandom, ScaleType::kFloat16},  {16, 2, 2, Zeros::kRandom, ScaleType::kFloat32},
     {18, 200, 64, Zeros::kEight, ScaleType::kBFloat16},   {31, 256, 256, Zeros::kRandom, ScaleType::kBFloat16},
     {20, 2200, 2200, Zeros::kRandom, ScaleType::kFloat16}, {16, 2304, 1152, Zeros::kNone, ScaleType::kFloat32},
+    // Several stretches of short groups, the last one shorter.
+    {32, 416, 32, Zeros::kNone, ScaleType::kFloat16},     {70, 336, 32, Zeros::kRandom, ScaleType::kBFloat16},
+    {20, 320, 64, Zeros::kRandom, ScaleType::kFloat16},   {18, 296, 24, Zeros::kNone, ScaleType::kFloat32},
     // All that AMX makes passes of: 4, 2 and 1 blocks; 4 blocks of as long segments as it takes together, and longer ones.
     {112, 160, 96, Zeros::kRandom, ScaleType::kBFloat16}, {64, 520, 512, Zeros::kNone, ScaleType::kFloat16},
     {48, 600, 600, Zeros::kRandom, ScaleType::kFloat16},
