@@ -42,7 +42,7 @@ class Kernel:
 
 KERNELS = (
     Kernel("avx512_w4a16", "W4A16 float32", r"vfmadd231ps", 8, ((4, 1), (4, 4), (2, 12))),
-    Kernel("avx512_int16", "W4A16 16-bit (int16, VNNI)", r"vpdpwssd", 4, ((1, 1), (4, 4), (2, 12))),
+    Kernel("avx512_int16", "W4A16 16-bit (int16, VNNI)", r"vpdpwssd", 4, ((1, 1), (2, 4), (2, 6))),
     Kernel("avx512_w4a8", "W4A8 (int8, VNNI)", r"vpdpbusd", 2, ((1, 1), (1, 4), (2, 12))),
 )
 TILE_TABLE = {"product": actions.PRODUCT, "load": actions.TILE_LOAD, "store": actions.TILE_STORE}

@@ -15,7 +15,7 @@ namespace int4moe {
 
 // Tokens of one expert that a work item handles at once, and blocks of 16 rows for so many tokens: small enough for what
 // an item writes to stay in L1/L2, large enough to reuse what it reads. With fewer tokens an item may have more blocks.
-constexpr int kExpertsItemTokens = 96;
+constexpr int kExpertsItemTokens = kMostTokens;
 constexpr int kExpertsItemBlocks = 4;
 constexpr int kExpertsDownBlocks = 8;
 // Of a pass: with more, items of down do not get smaller towards the end, as each reads the rows of all tokens again.

@@ -11,7 +11,7 @@ namespace int4moe {
 
 namespace {
 
-constexpr int kItemTokens = 96;
+constexpr int kItemTokens = kMostTokens;
 constexpr int kItemBlocks = 4;
 constexpr int64_t kPassTokens = 2048;
 

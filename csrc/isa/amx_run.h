@@ -22,10 +22,7 @@ namespace {
 //   decode(...), block(...)     a tile of weights, and what scaling the sums of a block needs
 //   kind(m, segment), has(kind) how its sums are scaled and added
 //   Token, Add<kind>            that for one token, for one block
-//   kParts                      whether sums of several segments come together before they are added to the totals, in a
-//                               scratch for kPartTokens
-constexpr int kPartTokens = 96;
-
+//   kParts                      whether sums of several segments come together before they are added to the totals
 template <class T>
 class Run {
   static constexpr int kVisitTiles = 2 / T::kPlanes;  // tiles of tokens
@@ -58,7 +55,7 @@ class Run {
     alignas(64) uint8_t weights[2][2 * kSegmentTiles * kTileBytes];  // tiles of the two blocks of a pair in turn
     alignas(64) uint8_t values[2][2 * kSegmentTiles * kTileBytes];
     alignas(64) uint8_t sums[2][kBlocks * 2 * kTileBytes];
-    alignas(64) float parts[T::kParts ? kPartTokens : 1][kBlocks * kBlockRows];
+    alignas(64) float parts[T::kParts ? kMostTokens : 1][kBlocks * kBlockRows];
   };
 
  public:
@@ -234,8 +231,8 @@ class Run {
     typename T::template Add<K> add[B];
 
     INT4MOE_INLINE Adding(const Visit& v, size_t stride)
-        : sums(v.sums), end(v.sums + size_t(v.count) * 64), pairs(v.pairs), total(v.total), part(v.part), pair_stride(v.pair_stride),
-          out_stride(stride) {
+        : sums(v.sums), end(v.sums + size_t(v.count) * 64), pairs(v.pairs), total(v.total), part(v.part),
+          pair_stride(v.pair_stride), out_stride(stride) {
       in_order();
       if (!v.count) return;
 #pragma GCC unroll 4
@@ -247,7 +244,9 @@ class Run {
       while (sums != to) {
         const typename T::Token token(pairs);
 #pragma GCC unroll 4
-        for (int b = 0; b < B; ++b) add[b].row(sums + b * 2 * kTileBytes, token, total + b * kBlockRows, part + b * kBlockRows);
+        for (int b = 0; b < B; ++b) {
+          add[b].row(sums + b * 2 * kTileBytes, token, total + b * kBlockRows, part + b * kBlockRows);
+        }
         sums += 64;
         pairs += pair_stride;
         total += out_stride;

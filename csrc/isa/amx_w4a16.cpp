@@ -144,19 +144,7 @@ struct Int16 {
   static void multiply(const Matrix& m, int first, int blocks, const Rows& rows, float* out, size_t out_stride,
                        const uint8_t* next) {
     if (rows.count <= kVectorTokens) return avx512::multiply_int16(m, first, blocks, rows, out, out_stride, next);
-    for (int from = 0, count; from < rows.count; from += count) {
-      count = rows.count - from < kPartTokens ? rows.count - from : kPartTokens;
-      Rows some = rows;
-      some.count = count;
-      if (rows.index) {
-        some.index += from;
-      } else {
-        some.data += rows.stride * size_t(from);
-      }
-      Run<Int16>(m, first, blocks, some, out + size_t(from) * out_stride, out_stride,
-                 from + count < rows.count ? m.block_codes(first) : next)
-          .all();
-    }
+    Run<Int16>(m, first, blocks, rows, out, out_stride, next).all();
   }
 };
 

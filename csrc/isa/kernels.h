@@ -27,6 +27,9 @@ struct Rows {
   const uint8_t* at(int i) const { return data + stride * size_t(index ? index[i] : i); }
 };
 
+// Tokens of one call of `multiply`, at most.
+constexpr int kMostTokens = 96;
+
 struct Kernels {
   const char* isa;      // avx2, avx512, ...
   const char* compute;  // w4a16 or w4a8
@@ -41,9 +44,9 @@ struct Kernels {
   // Columns beyond m.columns up to m.lines * 8 count as 0.
   void (*prepare)(const Matrix& m, const float* x, uint8_t* row);
 
-  // out[i * out_stride + (block - first) * 16 + r] = sum over k of W[block * 16 + r, k] * x_i[k], for i < rows.count and
-  // first <= block < first + blocks. out is float32 and 64-byte aligned with out_stride a multiple of 16; no bias. Rows
-  // of padding give 0. `next` is where this thread will read codes afterwards (or null), for prefetching.
+  // out[i * out_stride + (block - first) * 16 + r] = sum over k of W[block * 16 + r, k] * x_i[k], for i < rows.count (at
+  // most kMostTokens) and first <= block < first + blocks. out is float32 and 64-byte aligned with out_stride a multiple of
+  // 16; no bias. Rows of padding give 0. `next` is where this thread will read codes afterwards (or null), for prefetching.
   void (*multiply)(const Matrix& m, int first, int blocks, const Rows& rows, float* out, size_t out_stride,
                    const uint8_t* next);
 
