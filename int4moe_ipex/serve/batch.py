@@ -21,7 +21,7 @@ from int4moe_ipex.backends import native
 from int4moe_ipex.errors import UnsupportedModelError
 from int4moe_ipex.models import attention
 from int4moe_ipex.models.cache import cache_keyword, growing_cache
-from int4moe_ipex.models.fused import FusedLinear, FusedTopKRouter
+from int4moe_ipex.models.fused import FusedLinear, FusedSigmoidRouter, FusedTopKRouter
 
 # Rows of a matrix product that libraries compute by one and the same kernel; with 6 rows, MKL takes another for the
 # last two.
@@ -130,12 +130,13 @@ class BatchModel:
 
 def _row_by_row(module: nn.Module, rows: int) -> bool:
     """Whether the native core computes this module for so many rows, each of them by itself."""
+    if not (isinstance(module, FusedLinear | FusedTopKRouter | FusedSigmoidRouter) and attention.available()):
+        return False
+    sigmoid = isinstance(module, FusedSigmoidRouter)
     return (
-        isinstance(module, FusedLinear | FusedTopKRouter)
-        and attention.available()
-        and module.weight.dtype is torch.bfloat16
+        module.weight.dtype is (torch.float32 if sigmoid else torch.bfloat16)
         and module.weight.shape[1] % 32 == 0
-        and rows <= native._native.dense_tokens
+        and rows <= (native._native.decode_rows if sigmoid else native._native.dense_tokens)
     )
 
 

@@ -267,6 +267,22 @@ def test_threads_change_nothing(tmp_path, monkeypatch, steps, family, threads):
     assert len(steps) == 36
 
 
+@pytest.mark.parametrize("family", FUSED)
+def test_sequences_of_a_server_have_the_bits_of_each_alone(tmp_path, steps, family):
+    from int4moe_ipex.serve.batch import BatchModel, prefill
+
+    model = int4moe_ipex.load(checkpoint(tmp_path, family))
+    batch = BatchModel(model, 4)
+    prompts = [list(range(3, 3 + n)) for n in (1, 7, 20)]
+    with torch.inference_mode():
+        caches = [prefill(model, prompt)[1] for prompt in prompts]
+        logits = batch.step(torch.full((3,), 9), torch.tensor([len(p) for p in prompts]), caches)
+        assert steps == [3]
+        for row, prompt in enumerate(prompts):
+            cache = prefill(model, prompt)[1]
+            assert torch.equal(batch.step(torch.tensor([9]), torch.tensor([len(prompt)]), [cache])[0], logits[row])
+
+
 GLM = {"n_routed_experts": 12, "num_experts_per_tok": 4, "hidden_size": 64}
 GROUPS = {"one group": (1, 1), "two of four": (4, 2), "one of three": (3, 1), "all": (6, 6)}
 
