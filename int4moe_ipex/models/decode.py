@@ -23,7 +23,7 @@ from int4moe_ipex.models import attention
 from int4moe_ipex.models.cache import GrowingLayer, cache_keyword, growing
 from int4moe_ipex.models.decode_plan import Ends, Plan, make_plan
 
-# Classes whose forward is known, by name in their own module of transformers; their layers: decode_plan.py.
+# Classes whose forward is known, by name in their own module of transformers; their layers: decode_layers.py.
 MODELS = {"Qwen3MoeModel", "MixtralModel", "OlmoeModel", "Qwen2MoeModel", "Glm4MoeModel"}
 # Products of a step that one thread computes as fast as several, which meet eight times a layer.
 ALONE = 1 << 20

@@ -1,9 +1,8 @@
-"""What a decoding step in one call (decode.py) knows of a model, and how it notices that this has changed."""
+"""How a decoding step in one call (decode.py) notices that a model is not what it was."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,46 +10,8 @@ import torch
 from torch import nn
 
 from int4moe_ipex.backends import native
-from int4moe_ipex.backends.by_tokens import PackedByTokens
-from int4moe_ipex.backends.native import NativeExperts, NativeLinear
-from int4moe_ipex.models import attention
-from int4moe_ipex.models.cache import kind_of
-from int4moe_ipex.models.fused import (
-    MAX_EXPERTS,
-    SILU,
-    FusedAttention,
-    FusedLinear,
-    FusedMLP,
-    FusedPartialAttention,
-    FusedRMSNorm,
-    FusedRotaryEmbedding,
-    FusedSharedExpertBlock,
-    FusedSigmoidRouter,
-    FusedTopKRouter,
-    FusedWholeNormAttention,
-    _fused_class,
-    is_fused,
-)
-from int4moe_ipex.moe.experts import Int4Experts
-from int4moe_ipex.moe.linear import Int4Linear
+from int4moe_ipex.models.decode_layers import Unknown, address_of, decoder_of, keep, need, norm_of
 
-# Classes whose forward is known to be what the core computes, by name in their own module of transformers.
-LAYERS = {
-    "Qwen3MoeDecoderLayer",
-    "MixtralDecoderLayer",
-    "OlmoeDecoderLayer",
-    "Qwen2MoeDecoderLayer",
-    "Glm4MoeDecoderLayer",
-}
-# Of blocks, with the name of the MLP that they add to the experts.
-BLOCKS = {
-    "Qwen3MoeSparseMoeBlock": None,
-    "MixtralSparseMoeBlock": None,
-    "OlmoeSparseMoeBlock": None,
-    "Glm4MoeMoE": "shared_experts",
-}
-# Settings of single families that change what their modules compute, with the values that do not.
-PLAIN = {"sliding_window": (None, 0), "clip_qkv": (None,)}
 ENDS = ("embed_tokens", "norm")
 ASK_AGAIN = 64  # steps through the modules after which a model that was unfit is looked at again
 
@@ -156,10 +117,6 @@ def _watched(hooks: dict[int, Any]) -> bool:
     return any(hook.__module__ != "transformers.utils.output_capturing" for hook in hooks.values())
 
 
-class _Unknown(Exception):
-    """A layer is of a kind that the core does not know."""
-
-
 # The forward that each class had when it was first seen.
 _first_forward: dict[type, Any] = {}
 
@@ -183,9 +140,9 @@ def make_plan(model: nn.Module) -> Plan:
     plan.guard.size(model.layers._modules)
     for name in ("_global_forward_hooks", "_global_forward_pre_hooks"):
         plan.guard.empty(vars(nn.modules.module), name)
-    with contextlib.suppress(_Unknown):
+    with contextlib.suppress(Unknown):
         _need_own_forward(classes)
-        plan.decoder = _decoder(plan, model)
+        plan.decoder = decoder_of(plan, model)
         plan.ends = _ends(model)
     plan.look()
     return plan
@@ -210,237 +167,20 @@ def _watch(guard: Any, modules: list[tuple[nn.Module, str]]) -> set[type]:
 
 def _need_own_forward(classes: set[type]) -> None:
     for cls in classes:
-        _need(cls.forward is _first_forward.setdefault(cls, cls.forward) and _is_its_own(cls))
+        need(cls.forward is _first_forward.setdefault(cls, cls.forward) and _is_its_own(cls))
 
 
 def _ends(model: nn.Module) -> Ends:
     ends, hidden = Ends(native._native.Guard(_watched, EXCHANGE)), model.config.hidden_size
     classes = _watch(ends.guard, [(model, name) for name in ENDS])
     embedding, norm = (getattr(model, name) for name in ENDS)
-    with contextlib.suppress(_Unknown):
+    with contextlib.suppress(Unknown):
         _need_own_forward(classes)
-        _need(type(embedding) is nn.Embedding)
-        _keep(ends, vars(embedding), "max_norm", None)
+        need(type(embedding) is nn.Embedding)
+        keep(ends, vars(embedding), "max_norm", None)
         ends.vocabulary = embedding.num_embeddings
-        ends.table = _tensor(ends, embedding, "weight", (ends.vocabulary, hidden))
-        ends.norm, ends.eps = _norm(ends, norm, hidden), norm.variance_epsilon
-        _keep(ends, vars(norm), "variance_epsilon", ends.eps)
+        ends.table = address_of(ends, embedding, "weight", (ends.vocabulary, hidden))
+        ends.norm, ends.eps = norm_of(ends, norm, hidden), norm.variance_epsilon
+        keep(ends, vars(norm), "variance_epsilon", ends.eps)
         ends.known = True
     return ends
-
-
-def _is_theirs(module: nn.Module, names: Collection[str]) -> bool:
-    """Whether its class is transformers' own of one of these names, and not somebody's copy or subclass."""
-    cls = type(module)
-    return cls.__name__ in names and cls.__module__.startswith("transformers.models.")
-
-
-def _decoder(plan: Plan, model: nn.Module) -> Any:
-    config = model.config
-    plan.layers, plan.hidden = len(model.layers), config.hidden_size
-    first = model.layers[0].self_attn if plan.layers else None
-    _need(isinstance(first, FusedAttention) and isinstance(model.rotary_emb, FusedRotaryEmbedding))
-    plan.rows, plan.head_dim = native._native.decode_rows, first.head_dim
-    _need(plan.hidden % 32 == 0 and plan.head_dim % 16 == 0)
-    _keep(plan, vars(config), "num_hidden_layers", plan.layers)
-    for name, values in PLAIN.items():
-        value = vars(config).get(name)
-        _need(value in values)
-        plan.guard.equals(vars(config), name, value)
-    _need_full_attention(plan, config)
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    plan.cache_kind = kind_of(*[(torch.bfloat16, kv_heads, plan.head_dim)] * 2)
-    plan.turned = 2 * model.rotary_emb.inv_freq.numel()  # the tables' width is looked at with every step
-    _need(plan.turned == plan.head_dim or (isinstance(first, FusedPartialAttention) and plan.turned < plan.head_dim))
-    sizes = plan.hidden, heads, kv_heads, plan.head_dim
-    decoder = native._native.Decoder(*sizes, attention.wide(), plan.turned)
-    for index, layer in enumerate(model.layers):
-        _need(_is_theirs(layer, LAYERS))
-        _keep(plan, vars(layer.self_attn), "layer_idx", index)
-        _add_layer(plan, decoder, layer, (heads * plan.head_dim, kv_heads * plan.head_dim))
-    return decoder
-
-
-def _need_full_attention(plan: Plan, config: Any) -> None:
-    kinds = vars(config).get("layer_types")
-    if kinds is None:
-        plan.guard.equals(vars(config), "layer_types", None)
-        return
-    _need(set(kinds) <= {"full_attention"})
-    plan.guard.same(vars(config), "layer_types", kinds)
-    plan.guard.items(kinds)
-
-
-def _keep(plan: Plan | Ends, attributes: dict[str, Any], name: str, value: Any) -> None:
-    """The plan relies on this attribute, which must have this value."""
-    _need(attributes.get(name) == value)
-    plan.guard.equals(attributes, name, value)
-
-
-def _add_layer(plan: Plan, decoder: Any, layer: nn.Module, widths: tuple[int, int]) -> None:
-    attn = layer.self_attn
-    hidden, (wide, narrow) = plan.hidden, widths
-    norms = layer.input_layernorm, layer.post_attention_layernorm
-    head_norms = getattr(attn, "q_norm", None), getattr(attn, "k_norm", None)
-    _need(isinstance(attn, FusedAttention) and all(isinstance(m, FusedRMSNorm) for m in norms))
-    _need((head_norms[0] is None) == (head_norms[1] is None))
-    eps = norms[0].variance_epsilon
-    whole = isinstance(attn, FusedWholeNormAttention)
-    _need(not whole or head_norms[0] is not None)
-    head_eps = 0.0 if head_norms[0] is None else head_norms[0].variance_epsilon
-    for module, name, value in (
-        (attn, "head_dim", plan.head_dim),
-        (attn, "scaling", attn.scaling),
-        (attn, "training", False),  # dropout
-        (layer.mlp, "training", False),  # jitter
-        (attn, "sliding_window", None),
-        (attn, "use_qk_norm", (head_norms[0] is not None) if isinstance(attn, FusedPartialAttention) else None),
-        *((m, "variance_epsilon", eps) for m in norms),
-        *((m, "variance_epsilon", head_eps) for m in head_norms if m is not None),
-    ):
-        _keep(plan, vars(module), name, value)
-    decoder.add_layer(
-        (_norm(plan, norms[0], hidden), _norm(plan, norms[1], hidden)),
-        eps,
-        [
-            _linear(plan, attn.q_proj, hidden, wide),
-            _linear(plan, attn.k_proj, hidden, narrow),
-            _linear(plan, attn.v_proj, hidden, narrow),
-            _linear(plan, attn.o_proj, wide, hidden),
-        ],
-        tuple(
-            0 if m is None else _norm(plan, m, size if whole else plan.head_dim) for m, size in zip(head_norms, widths)
-        ),
-        whole,
-        head_eps,
-        attn.scaling,
-    )
-    _add_block(plan, decoder, layer.mlp)
-
-
-def _add_block(plan: Plan, decoder: Any, block: nn.Module) -> None:
-    """What follows attention: experts, an MLP for all tokens, or both."""
-    mlp = score = None
-    if is_fused(block, FusedMLP):
-        mlp = block
-    else:
-        if is_fused(block, FusedSharedExpertBlock):
-            mlp, score = block.shared_expert, block.shared_expert_gate
-        else:
-            _need(_is_theirs(block, BLOCKS))
-            name = BLOCKS[type(block).__name__]
-            mlp = None if name is None else getattr(block, name)
-        _add_experts(plan, decoder, block.gate, block.experts)
-    if mlp is None:
-        return
-    _need(is_fused(mlp, FusedMLP) and type(mlp.act_fn) in SILU)
-    inner = mlp.up_proj.out_features
-    linears = [
-        _linear(plan, mlp.gate_proj, plan.hidden, inner),
-        _linear(plan, mlp.up_proj, plan.hidden, inner),
-        _linear(plan, mlp.down_proj, inner, plan.hidden),
-    ]
-    decoder.add_mlp(linears if score is None else [*linears, _linear(plan, score, plan.hidden, 1)])
-
-
-# What a sigmoid router looks at, beside `norm_topk_prob`.
-SIGMOID = ("num_experts", "hidden_dim", "top_k", "num_group", "topk_group", "routed_scaling_factor")
-
-
-def _add_experts(plan: Plan, decoder: Any, router: nn.Module, experts: nn.Module) -> None:
-    sigmoid = is_fused(router, FusedSigmoidRouter)
-    _need((sigmoid or isinstance(router, FusedTopKRouter)) and type(experts) is Int4Experts)
-    normalise = getattr(router, "norm_topk_prob", None)  # Mixtral always does, and keeps float32 scores
-    for name in SIGMOID if sigmoid else ("top_k",):
-        _keep(plan, vars(router), name, getattr(router, name))
-    _keep(plan, vars(router), "norm_topk_prob", normalise)
-    packed = _experts_pack(plan, experts)
-    spec = packed.spec
-    _need(router.num_experts == spec.num_experts <= MAX_EXPERTS and spec.hidden_size == plan.hidden)
-    plan.products += router.top_k * 3 * plan.hidden * spec.intermediate_size
-    decoder.add_experts(
-        0 if sigmoid else _tensor(plan, router, "weight", (router.num_experts, plan.hidden)),
-        normalise is None or bool(normalise),
-        native.FLOAT_TYPES[torch.float32 if sigmoid or normalise is None else torch.bfloat16],
-        router.top_k,
-        packed.handle,
-        packed.address,
-    )
-    if sigmoid:
-        _need(router._is_known())
-        decoder.set_sigmoid_router(
-            _tensor(plan, router, "weight", (router.num_experts, plan.hidden), torch.float32),
-            _tensor(plan, router, "e_score_correction_bias", (router.num_experts,), torch.float32),
-            router.num_group,
-            router.topk_group,
-            router.routed_scaling_factor,
-        )
-
-
-def _need(condition: bool) -> None:
-    if not condition:
-        raise _Unknown
-
-
-def _experts_pack(plan: Plan, experts: Int4Experts) -> Any:
-    """The one pack of a layer's experts."""
-    plan.guard.same(vars(experts), "packs", experts.packs)
-    plan.guard.items(experts.packs)
-    plan.guard.size(experts.composed._modules)
-    for pack in experts.packs:
-        plan.guard.same(vars(pack), "local", pack.local)
-    _need(len(experts.packs) == 1 and not experts.composed and experts.packs[0].local is None)
-    return _few_of(plan, experts.packs[0], NativeExperts)
-
-
-def _few_of(plan: Plan, owner: Any, kind: type) -> Any:
-    """The native pack that runs at one token, of a module or one of its packs."""
-    packed = owner.packed
-    plan.guard.same(vars(owner), "packed", packed)
-    if isinstance(packed, PackedByTokens):
-        plan.rows = 1
-        packed = packed.at(1)[1]
-    _need(type(packed) is kind)
-    return packed
-
-
-def _tensor(
-    plan: Plan | Ends, module: nn.Module, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16
-) -> int:
-    """The address of a parameter or buffer that the plan relies on."""
-    tensors = module._buffers if name in module._buffers else module._parameters
-    tensor = tensors.get(name)
-    _need(
-        tensor is not None
-        and tensor.dtype is dtype
-        and tensor.shape == shape
-        and tensor.is_contiguous()
-        and tensor.device.type == "cpu"
-        and not tensor.requires_grad
-    )
-    if plan.guard.sees_weights():
-        plan.guard.weight(tensors, name, tensor._cdata, tensor.untyped_storage()._cdata)
-    else:
-        plan.weights.append((tensors, name, tensor.data_ptr(), dtype, tensor.shape, tensor.stride()))
-    return tensor.data_ptr()
-
-
-def _norm(plan: Plan | Ends, module: nn.Module, size: int) -> int:
-    _need(isinstance(module, FusedRMSNorm))
-    return _tensor(plan, module, "weight", (size,))
-
-
-def _linear(plan: Plan, module: nn.Module, columns: int, rows: int) -> Any:
-    # A subclass may compute something else.
-    _need(type(module) in (Int4Linear, nn.Linear, _fused_class(FusedLinear, nn.Linear)))
-    _need((module.in_features, module.out_features) == (columns, rows))
-    plan.products += columns * rows
-    if type(module) is Int4Linear:
-        packed = _few_of(plan, module, NativeLinear)
-        return native._native.DecodeLinear.int4(packed.handle, packed.address)
-    _need(columns % 32 == 0)
-    weight = _tensor(plan, module, "weight", (rows, columns))
-    if module.bias is not None:
-        return native._native.DecodeLinear.dense(weight, _tensor(plan, module, "bias", (rows,)), rows, columns)
-    plan.guard.equals(module._parameters, "bias", None)
-    return native._native.DecodeLinear.dense(weight, 0, rows, columns)

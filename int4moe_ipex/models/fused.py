@@ -11,32 +11,20 @@ import functools
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
-from transformers.activations import SiLUActivation
 
 from int4moe_ipex.backends import native
 from int4moe_ipex.models import attention
+from int4moe_ipex.models.core_calls import DTYPES, MAX_EXPERTS, few_tokens, plain
+from int4moe_ipex.models.fused_moe import (
+    SILU,
+    FusedMLP,
+    FusedSharedExpertBlock,
+    FusedSigmoidRouter,
+    FusedTopKRouter,
+)
 
-DTYPES = {torch.bfloat16: 1, torch.float32: 2}  # csrc/core/layout.h
-MAX_EXPERTS = 1024  # csrc/core/elementwise.cpp
 FIRST_POSITIONS = 512  # of a rotary table; it doubles from there
-
-
-def _plain(*tensors: torch.Tensor) -> bool:
-    """Whether the core may read these: dense CPU tensors of one dtype it knows, outside tracing and autograd."""
-    if torch.compiler.is_compiling():
-        return False
-    dtype = tensors[0].dtype
-    if dtype not in DTYPES:
-        return False
-    for t in tensors:
-        kind = type(t)
-        if kind is not torch.Tensor and kind is not nn.Parameter:
-            return False
-        if t.dtype is not dtype or t.requires_grad or not t.is_contiguous() or t.device.type != "cpu":
-            return False
-    return True
 
 
 class FusedRMSNorm:
@@ -44,7 +32,7 @@ class FusedRMSNorm:
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         weight = self.weight
-        if not _plain(hidden_states, weight):
+        if not plain(hidden_states, weight):
             return super().forward(hidden_states)
         y = torch.empty_like(hidden_states)
         columns = weight.shape[0]
@@ -65,7 +53,7 @@ class FusedLinear:
     """A dense bfloat16 linear for a few tokens, at the speed of reading its weight: the head of most checkpoints."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        y = _few_tokens(input, self.weight, self.bias)
+        y = few_tokens(input, self.weight, self.bias)
         return super().forward(input) if y is None else y
 
 
@@ -109,7 +97,7 @@ class FusedAttention:
             and cos.dim() == 3
             and cos.shape[1] == hidden_states.shape[1]
             and cos.shape[0] in (1, hidden_states.shape[0])
-            and _plain(hidden_states, cos, sin)
+            and plain(hidden_states, cos, sin)
         ):
             return super().forward(
                 hidden_states=hidden_states,
@@ -194,154 +182,6 @@ class FusedPartialAttention(FusedAttention):
         return width <= self.head_dim and width % 2 == 0
 
 
-class FusedTopKRouter:
-    """Softmax over the experts and the top k of them."""
-
-    def forward(self, hidden_states: torch.Tensor):
-        if not _plain(hidden_states, self.weight):
-            return super().forward(hidden_states)
-        hidden_states = hidden_states.reshape(-1, self.hidden_dim)
-        logits = _few_tokens(hidden_states, self.weight, None)
-        if logits is None:
-            logits = F.linear(hidden_states, self.weight)
-        tokens = logits.shape[0]
-        # Mixtral always normalises, and keeps float32 scores.
-        normalise = getattr(self, "norm_topk_prob", None)
-        dtype = torch.float32 if normalise is None else logits.dtype
-        scores = torch.empty(tokens, self.top_k, dtype=dtype)
-        ids = torch.empty(tokens, self.top_k, dtype=torch.int64)
-        native._native.softmax_top_k(
-            DTYPES[logits.dtype],
-            tokens,
-            self.num_experts,
-            self.top_k,
-            logits.data_ptr(),
-            normalise is None or normalise,
-            DTYPES[dtype],
-            scores.data_ptr(),
-            ids.data_ptr(),
-            torch.get_num_threads(),
-        )
-        return logits, scores, ids
-
-
-class FusedSigmoidRouter:
-    """Sigmoids of float32 logits, a bias for the choice alone, and the top k within the best groups."""
-
-    def forward(self, hidden_states: torch.Tensor):
-        if not (_plain(hidden_states) and _plain(self.weight, self.e_score_correction_bias) and self._is_known()):
-            return super().forward(hidden_states)
-        x = hidden_states.view(-1, self.hidden_dim)
-        tokens, weight = x.shape[0], self.weight
-        logits = torch.empty(tokens, self.num_experts, dtype=torch.float32)
-        few = 0 < tokens <= native._native.decode_rows
-        if few and x.dtype is torch.bfloat16 and self.hidden_dim % 32 == 0:
-            pointers = x.data_ptr(), weight.data_ptr(), logits.data_ptr()
-            native._native.float_linear(tokens, *weight.shape, *pointers, torch.get_num_threads())
-        else:
-            logits = F.linear(x.float(), weight)
-        scores = torch.empty(tokens, self.top_k, dtype=torch.float32)
-        ids = torch.empty(tokens, self.top_k, dtype=torch.int64)
-        native._native.sigmoid_top_k(
-            tokens,
-            self.num_experts,
-            self.top_k,
-            self.num_group,
-            self.topk_group,
-            logits.data_ptr(),
-            self.e_score_correction_bias.data_ptr(),
-            bool(self.norm_topk_prob),
-            self.routed_scaling_factor,
-            scores.data_ptr(),
-            ids.data_ptr(),
-            torch.get_num_threads(),
-        )
-        return logits, scores, ids
-
-    def _is_known(self) -> bool:
-        """Whether weights and settings are such that every choice is one of an expert."""
-        experts, groups, chosen = self.num_experts, self.num_group, self.topk_group
-        return (
-            self.weight.dtype is torch.float32
-            and self.weight.shape == (experts, self.hidden_dim)
-            and self.e_score_correction_bias.shape == (experts,)
-            and experts <= MAX_EXPERTS
-            and experts % groups == 0
-            and experts // groups >= 2
-            and 0 < chosen <= groups
-            and 0 < self.top_k <= chosen * (experts // groups)
-        )
-
-
-class FusedMLP:
-    """`down(silu(gate(x)) * up(x))` with the middle in one pass."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        act = self.act_fn
-        if type(act) not in SILU or act._forward_hooks or act._forward_pre_hooks:
-            return super().forward(x)
-        gate, up = self.gate_proj(x), self.up_proj(x)
-        if gate.shape != up.shape or not _plain(gate, up):
-            return self.down_proj(act(gate) * up)
-        y = torch.empty_like(gate)
-        native._native.gated_silu(
-            DTYPES[y.dtype],
-            y.numel() // y.shape[-1],
-            y.shape[-1],
-            gate.data_ptr(),
-            up.data_ptr(),
-            y.data_ptr(),
-            torch.get_num_threads(),
-        )
-        return self.down_proj(y)
-
-
-class FusedSharedExpertBlock:
-    """Experts and, weighted by the sigmoid of a score, an expert that all tokens share: their sum in one pass."""
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        x = hidden_states.view(-1, hidden_states.shape[-1])
-        shared = self.shared_expert(x)
-        _, weights, ids = self.gate(x)
-        experts = self.experts(x, ids, weights)
-        score = self.shared_expert_gate(x)
-        if not _plain(experts, shared, score) or experts.shape != shared.shape or score.numel() != experts.shape[0]:
-            return (experts + torch.sigmoid(score) * shared).reshape(hidden_states.shape)
-        y = torch.empty_like(experts)
-        native._native.add_scaled(
-            DTYPES[y.dtype],
-            *y.shape,
-            experts.data_ptr(),
-            shared.data_ptr(),
-            score.data_ptr(),
-            y.data_ptr(),
-            torch.get_num_threads(),
-        )
-        return y.reshape(hidden_states.shape)
-
-
-def _few_tokens(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
-    """F.linear where the core has it and is faster: bfloat16, a few tokens, in_features a multiple of 32."""
-    rows, columns = weight.shape
-    tokens = x.numel() // columns
-    if not (0 < tokens <= native._native.dense_tokens and columns % 32 == 0 and x.dtype is torch.bfloat16):
-        return None
-    if not (_plain(x, weight) if bias is None else _plain(x, weight, bias)):
-        return None
-    y = torch.empty(*x.shape[:-1], rows, dtype=x.dtype)
-    native._native.dense_linear(
-        tokens,
-        rows,
-        columns,
-        x.data_ptr(),
-        weight.data_ptr(),
-        0 if bias is None else bias.data_ptr(),
-        y.data_ptr(),
-        torch.get_num_threads(),
-    )
-    return y
-
-
 # Classes of transformers whose forward is known to be what the fused one computes, by name in their own module.
 NORMS = {f"{f}RMSNorm" for f in ("Qwen2Moe", "Qwen3Moe", "Mixtral", "Olmoe", "DeepseekV2", "DeepseekV3", "Glm4Moe")}
 ATTENTIONS = {"Qwen2MoeAttention", "Qwen3MoeAttention", "MixtralAttention"}
@@ -352,7 +192,6 @@ ROUTERS = {"Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter", "OlmoeTopKRouter", "Mixtr
 SIGMOID_ROUTERS = {"Glm4MoeTopkRouter"}
 MLPS = {"Qwen2MoeMLP", "Glm4MoeMLP"}
 SHARED_EXPERT_BLOCKS = {"Qwen2MoeSparseMoeBlock"}
-SILU = {nn.SiLU, SiLUActivation}
 
 
 def _fusion(module: nn.Module) -> type | None:
