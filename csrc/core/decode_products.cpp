@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "core/dense.h"
 #include "core/shares.h"
 #include "isa/avx2_dense.h"
 
@@ -116,12 +117,11 @@ void DecodeProducts::item(const Mine& m, const DecodeLinear& p, int first, int b
   }
 }
 
-void DecodeProducts::dense(const uint16_t* w, const uint16_t* bias, int64_t rows, int64_t columns, int64_t first, int64_t last,
-           const float* wide, uint16_t* y) const {
-  for (int from = 0; from < rows_; from += avx2::kDenseTile) {
-    const int n = std::min(avx2::kDenseTile, rows_ - from);
-    avx2::dense_rows(n, first, last, rows, columns, wide + from * columns, w, bias, y + from * rows);
-  }
+static_assert(kDecodeRows <= kDenseTokens, "the modules take as many by themselves, with the same bits");
+
+void DecodeProducts::dense(const uint16_t* w, const uint16_t* bias, int64_t rows, int64_t columns, int64_t first,
+                           int64_t last, const float* wide, uint16_t* y) const {
+  avx2::dense_rows(rows_, first, last, rows, columns, wide, w, bias, y);
 }
 
 #endif

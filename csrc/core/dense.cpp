@@ -23,10 +23,7 @@ void dense_linear(int tokens, int64_t rows, int64_t columns, const uint16_t* x, 
   if (rows * columns * 2 < 1 << 18) threads = 1;
   parallel(threads, [&](const Team& team) {
     const int64_t first = rows * team.id / team.size, last = rows * (team.id + 1) / team.size;
-    for (int from = 0; from < tokens; from += avx2::kDenseTile) {
-      const int n = tokens - from < avx2::kDenseTile ? tokens - from : avx2::kDenseTile;
-      avx2::dense_rows(n, first, last, rows, columns, wide + from * columns, w, bias, y + from * rows);
-    }
+    avx2::dense_rows(tokens, first, last, rows, columns, wide, w, bias, y);
   });
 }
 

@@ -5,8 +5,8 @@
 
 namespace int4moe {
 
-// Tokens that `dense_linear` takes at most.
-constexpr int kDenseTokens = 8;
+// Tokens that `dense_linear` takes at most: as many as a step has sequences (core/decode.h).
+constexpr int kDenseTokens = 32;
 
 bool dense_available();
 

@@ -8,6 +8,9 @@ namespace int4moe {
 namespace avx2 {
 namespace {
 
+constexpr int kTile = 3;       // tokens: 12 sums, a vector of weights taken apart: 16 registers
+constexpr int64_t kRows = 16;  // of weights that stay in a cache for all tokens
+
 inline float sum_of(__m256 v) {
   const __m128 half = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
   const __m128 pair = _mm_add_ps(half, _mm_movehl_ps(half, half));
@@ -16,13 +19,14 @@ inline float sum_of(__m256 v) {
 
 template <int T>
 void rows_of(int64_t first, int64_t last, int64_t rows, int64_t columns, const float* x, const uint16_t* w,
-             const uint16_t* bias, uint16_t* y) {
+             const uint16_t* bias, uint16_t* y, int64_t ahead) {
   const __m256i high = _mm256_set1_epi32(int(0xffff0000u));
   for (int64_t n = first; n < last; ++n) {
     const uint16_t* row = w + n * columns;
     __m256 acc[T][4];
     for (int t = 0; t < T; ++t) acc[t][0] = acc[t][1] = acc[t][2] = acc[t][3] = _mm256_setzero_ps();
     for (int64_t k = 0; k < columns; k += 32) {
+      __asm__ volatile("prefetcht1 %0" : : "m"(row[k + ahead]));
 #pragma GCC unroll 2
       for (int half = 0; half < 2; ++half) {
         const __m256i v = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(row + k + 16 * half));
@@ -56,8 +60,16 @@ void widen(int64_t count, const uint16_t* x, float* dst) {
 
 void dense_rows(int tokens, int64_t first, int64_t last, int64_t rows, int64_t columns, const float* x, const uint16_t* w,
                 const uint16_t* bias, uint16_t* y) {
-  const auto fn = tokens == 1 ? rows_of<1> : tokens == 2 ? rows_of<2> : rows_of<3>;
-  fn(first, last, rows, columns, x, w, bias, y);
+  constexpr decltype(&rows_of<1>) kBySize[kTile + 1] = {nullptr, rows_of<1>, rows_of<2>, rows_of<kTile>};
+  for (int64_t n = first, end; n < last; n = end) {
+    end = tokens > kTile && n + kRows < last ? n + kRows : last;
+    for (int from = 0; from < tokens; from += kTile) {
+      const auto fn = kBySize[tokens - from < kTile ? tokens - from : kTile];
+      // The next block comes from memory while the last tile computes.
+      const int64_t ahead = tokens > kTile && from + kTile >= tokens ? kRows * columns : 0;
+      fn(n, end, rows, columns, x + from * columns, w, bias, y + from * rows, ahead);
+    }
+  }
 }
 
 void float_rows(int tokens, int64_t first, int64_t last, int64_t rows, int64_t columns, const uint16_t* x, const float* w,

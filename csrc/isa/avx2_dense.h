@@ -5,13 +5,11 @@
 namespace int4moe {
 namespace avx2 {
 
-constexpr int kDenseTile = 3;
-
 // Bfloat16 to float32, count a multiple of 16, dst aligned to 32 bytes: of each 16 the even ones before the odd ones, the
 // order in which a shift and a mask take weights apart.
 void widen(int64_t count, const uint16_t* x, float* dst);
 
-// y[t * rows + n] for n in [first, last), t < tokens <= kDenseTile; x as `widen` wrote it.
+// y[t * rows + n] for n in [first, last), t < tokens; x as `widen` wrote it.
 void dense_rows(int tokens, int64_t first, int64_t last, int64_t rows, int64_t columns, const float* x, const uint16_t* w,
                 const uint16_t* bias, uint16_t* y);
 

@@ -100,7 +100,7 @@ def test_router_with_nan_still_gives_valid_ids():
     assert all(sorted(set(row)) == sorted(row) and min(row) >= 0 and max(row) < 6 for row in ids.tolist())
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 3, 4, 7, 8, 9])
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4, 7, 8, 17, 32, 33])
 @pytest.mark.parametrize("bias", [False, True])
 def test_dense_linear(tokens, bias):
     torch.manual_seed(3)
