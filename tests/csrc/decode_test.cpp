@@ -1,5 +1,6 @@
 // A decoding step in one call against the single operations that it is made of: equal bits, on any number of threads.
 #include <cstdio>
+#include <algorithm>
 #include <cstring>
 #include <string>
 #include <vector>
@@ -159,9 +160,16 @@ struct Model {
 struct State {
   Words hidden, caches[2 * kLayers];
 
+  // Random where there are tokens: an emulated CPU takes its time for random numbers.
   State(int rows, Random random) {
     hidden = random_words(size_t(rows) * kHidden, random, 1);
-    for (auto& c : caches) c = random_words(size_t(rows) * kKvHeads * kRoom * kHeadDim, random, 0.5f);
+    for (auto& c : caches) {
+      c.resize(size_t(rows) * kKvHeads * kRoom * kHeadDim);
+      for (int i = 0; i < rows * kKvHeads; ++i) {
+        const Words used = random_words(size_t(kLengths[size_t(i / kKvHeads)]) * kHeadDim, random, 0.5f);
+        std::copy(used.begin(), used.end(), c.begin() + int64_t(i) * kRoom * kHeadDim);
+      }
+    }
   }
   bool operator==(const State& o) const {
     for (int i = 0; i < 2 * kLayers; ++i) {
@@ -275,13 +283,15 @@ void one_by_one(const Model& m, int rows, State& s) {
 
 void test_decode(const Model& model, const std::string& name) {
   for (const int rows : {1, 2, 5, kDecodeRows}) {
-    State expected(rows, Random(7));
+    const State before(rows, Random(7));
+    State expected = before;
     one_by_one(model, rows, expected);
     bool finite = true;
     for (const uint16_t h : expected.hidden) finite = finite && (h & 0x7f80) != 0x7f80;
     check(finite, "%s: hidden states of %d sequences are finite", name.c_str(), rows);
     for (const int threads : {1, 2, 3, 7}) {
-      State found(rows, Random(7));
+      if (rows == kDecodeRows && threads != 3) continue;
+      State found = before;
       in_one_call(model, rows, threads, found);
       check(found == expected, "%s: a step of %d sequences on %d threads has the bits of its parts", name.c_str(), rows,
             threads);
