@@ -63,12 +63,17 @@ void attention(const AttentionArgs& a, int threads) {
   const int64_t group = a.heads / a.kv_heads, chunk = std::max<int64_t>(1, kAttentionRows / group);
   const int64_t chunks = (a.tokens + chunk - 1) / chunk, tasks = a.batch * a.kv_heads * chunks;
   const AttentionKernels& kernels = attention_kernels(a);
+  threads = int(std::min<int64_t>(threads, tasks));
+  const size_t own = attention_rows_floats(a, std::min(chunk, a.tokens) * group);
+  Workspace workspace;
+  auto* scratch = reinterpret_cast<float*>(workspace.reserve(own * size_t(threads) * sizeof(float)));
   std::atomic<int64_t> next{0};
-  parallel(int(std::min<int64_t>(threads, tasks)), [&](const Team&) {
+  parallel(threads, [&](const Team& team) {
     for (int64_t task; (task = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) {
       const int64_t pair = task % (a.batch * a.kv_heads), c = chunks - 1 - task / (a.batch * a.kv_heads);
       const int64_t first = c * chunk, last = std::min(a.tokens, first + chunk);
-      kernels.attend(a, pair / a.kv_heads, int(pair % a.kv_heads), first, last);
+      kernels.attend(a, pair / a.kv_heads, int(pair % a.kv_heads), first, last,
+                     scratch + own * size_t(team.id));
     }
   });
 }

@@ -1,10 +1,8 @@
 #include "core/dense.h"
 
-#include <cstdlib>
-#include <memory>
-
 #include "core/cpu_features.h"
 #include "core/threads.h"
+#include "core/workspace.h"
 #include "isa/avx2_dense.h"
 
 namespace int4moe {
@@ -15,9 +13,8 @@ bool dense_available() { return cpu_features() & kAvx2; }
 
 void dense_linear(int tokens, int64_t rows, int64_t columns, const uint16_t* x, const uint16_t* w, const uint16_t* bias,
                   uint16_t* y, int threads) {
-  const std::unique_ptr<float, decltype(&std::free)> memory(
-      static_cast<float*>(std::aligned_alloc(64, size_t(tokens) * size_t(columns) * 4)), &std::free);
-  float* wide = memory.get();
+  Workspace workspace;
+  auto* wide = reinterpret_cast<float*>(workspace.reserve(size_t(tokens) * size_t(columns) * 4));
   avx2::widen(int64_t(tokens) * columns, x, wide);
   // A region takes as long as reading so many bytes.
   if (rows * columns * 2 < 1 << 18) threads = 1;

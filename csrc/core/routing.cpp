@@ -42,10 +42,9 @@ void Assignments::build(const Routing& r, int experts, int64_t from, int64_t to)
     first[size_t(e) + 1] += first[size_t(e)];
   }
   const auto total = size_t(first[size_t(experts)]);
-  if (token.size() < total) {
-    token.resize(total);
-    weight.resize(total);
-  }
+  // Each by itself: the second may find no memory, and the next call what the first got.
+  if (token.size() < total) token.resize(total);
+  if (weight.size() < total) weight.resize(total);
   // first[e] serves as the cursor of expert e and ends up at first[e + 1]; shifted back afterwards.
   for (int64_t t = from; t < to; ++t) {
     for (int s = 0; s < r.top_k; ++s) {

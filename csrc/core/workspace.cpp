@@ -2,31 +2,33 @@
 
 #include <sys/mman.h>
 
-#include <cstdlib>
 #include <mutex>
 #include <new>
-#include <vector>
 
 namespace int4moe {
 
 struct Workspace::Buffer {
   std::byte* data = nullptr;
-  size_t size = 0;
+  size_t size = 0, alignment = 1;
+  std::unique_ptr<Buffer> below;  // on the shelf
 
-  ~Buffer() { std::free(data); }
+  ~Buffer() { give_back(); }
+
+  void give_back() {
+    ::operator delete(data, std::align_val_t(alignment));
+    data = nullptr;
+    size = 0;
+  }
 
   void grow(size_t bytes) {
     constexpr size_t kHugePage = size_t(2) << 20;
     const size_t step = bytes >= kHugePage ? kHugePage : 4096;
     const size_t want = (bytes + step - 1) / step * step;
-    std::free(data);
-    data = nullptr;
-    size = 0;
-    void* fresh = nullptr;
-    if (posix_memalign(&fresh, step, want)) throw std::bad_alloc();
-    if (step == kHugePage) madvise(fresh, want, MADV_HUGEPAGE);
-    data = static_cast<std::byte*>(fresh);
+    give_back();
+    data = static_cast<std::byte*>(::operator new(want, std::align_val_t(step)));
     size = want;
+    alignment = step;
+    if (step == kHugePage) madvise(data, want, MADV_HUGEPAGE);
   }
 };
 
@@ -36,7 +38,7 @@ namespace {
 template <class T>
 struct Shelf {
   std::mutex mutex;
-  std::vector<std::unique_ptr<T>> free;
+  std::unique_ptr<T> top;
 };
 
 template <class T>
@@ -50,9 +52,9 @@ Shelf<T>& shelf() {
 Workspace::Workspace() {
   auto& s = shelf<Buffer>();
   if (s.mutex.try_lock()) {  // never waits: a lock that was held during a fork stays held in the child
-    if (!s.free.empty()) {
-      buffer_ = std::move(s.free.back());
-      s.free.pop_back();
+    if (s.top) {
+      buffer_ = std::move(s.top);
+      s.top = std::move(buffer_->below);
     }
     s.mutex.unlock();
   }
@@ -62,7 +64,8 @@ Workspace::Workspace() {
 Workspace::~Workspace() {
   auto& s = shelf<Buffer>();
   if (!s.mutex.try_lock()) return;
-  s.free.push_back(std::move(buffer_));
+  buffer_->below = std::move(s.top);
+  s.top = std::move(buffer_);
   s.mutex.unlock();
 }
 

@@ -15,8 +15,9 @@ constexpr int kAttentionHeads = 8;
 constexpr int kAttentionKeys = 64;  // of a block, whose scores are kept
 
 struct AttentionKernels {
-  // Tokens [first, last) of all heads that belong to one key/value head.
-  void (*attend)(const AttentionArgs& a, int64_t batch, int kv_head, int64_t first, int64_t last);
+  // Tokens [first, last) of all heads that belong to one key/value head. `scratch` has attention_rows_floats of them, aligned
+  // to 64 bytes.
+  void (*attend)(const AttentionArgs& a, int64_t batch, int kv_head, int64_t first, int64_t last, float* scratch);
   // The only token, all heads that belong to one key/value head, and keys [from, to). `result` [attention_run_floats] is for
   // `join_runs`; it and `scratch` [attention_scratch_floats] are aligned to 64 bytes.
   void (*attend_run)(const AttentionArgs& a, int64_t batch, int kv_head, int64_t from, int64_t to, float* result,
@@ -36,6 +37,13 @@ inline int attention_group(const AttentionArgs& a) { return a.heads / a.kv_heads
 inline int attention_tiles(const AttentionArgs& a) { return (attention_group(a) + kAttentionHeads - 1) / kAttentionHeads; }
 inline size_t attention_run_floats(const AttentionArgs& a) {
   return size_t(attention_group(a)) * a.value_dim + size_t(attention_tiles(a)) * 2 * kAttentionHeads;
+}
+
+// Of many tokens, for so many rows: a block of keys and values, then of each row its scores, sums, query, maximum and sum of
+// weights.
+inline size_t attention_rows_floats(const AttentionArgs& a, int64_t rows) {
+  const size_t dims = size_t(a.head_dim) + size_t(a.value_dim);
+  return (kAttentionKeys * dims + size_t(rows) * (kAttentionKeys + dims + 2) + 15) / 16 * 16;
 }
 
 // Scores of a block and the queries, or a weight for each run.

@@ -5,24 +5,6 @@
 
 constexpr float kNone = -3.0e38f;  // score of a key that is not there or not seen
 
-// Memory of one thread, kept for its next call.
-struct Scratch {
-  float* data = nullptr;
-  size_t size = 0;
-
-  float* at_least(size_t floats) {
-    if (size < floats) {
-      std::free(data);
-      data = static_cast<float*>(std::aligned_alloc(64, (floats * 4 + 63) / 64 * 64));
-      size = data ? floats : 0;
-    }
-    return data;
-  }
-  ~Scratch() { std::free(data); }
-};
-
-thread_local Scratch scratch;
-
 inline __m256 load8(FloatType type, const void* p, int64_t at) {
   if (type == FloatType::kFloat32) return _mm256_loadu_ps(static_cast<const float*>(p) + at);
   const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(static_cast<const uint16_t*>(p) + at));
@@ -127,15 +109,14 @@ float softmax_block(float* scores, int visible, float& most, float& sum) {
   return factor;
 }
 
-void attend(const AttentionArgs& a, int64_t batch, int kv_head, int64_t first, int64_t last) {
+void attend(const AttentionArgs& a, int64_t batch, int kv_head, int64_t first, int64_t last, float* scratch) {
   const int group = a.heads / a.kv_heads, rows = int(last - first) * group;
   const int d = a.head_dim, dv = a.value_dim;
-  const size_t of_rows = size_t(rows) * size_t(d + dv + kAttentionKeys + 2), of_keys = size_t(kAttentionKeys) * size_t(d + dv);
-  float* keys = scratch.at_least(of_rows + of_keys + 64);  // [head_dim][kAttentionKeys]
-  float* values = keys + kAttentionKeys * d;               // [kAttentionKeys][value_dim]
-  float* scores = values + kAttentionKeys * dv;            // [rows][kAttentionKeys]
-  float* out = scores + rows * kAttentionKeys;             // [rows][value_dim]
-  float* query = out + int64_t(rows) * dv;                 // [rows][head_dim]
+  float* keys = scratch;                         // [head_dim][kAttentionKeys]
+  float* values = keys + kAttentionKeys * d;     // [kAttentionKeys][value_dim]
+  float* scores = values + kAttentionKeys * dv;  // [rows][kAttentionKeys]
+  float* out = scores + rows * kAttentionKeys;   // [rows][value_dim]
+  float* query = out + int64_t(rows) * dv;       // [rows][head_dim]
   float *most = query + int64_t(rows) * d, *sum = most + rows;
 
   // Row r is token first + r / group, head kv_head * group + r % group.

@@ -1,6 +1,5 @@
 // Attention with vectors of 8 floats.
 #include <algorithm>
-#include <cstdlib>
 #include <utility>
 
 #pragma GCC diagnostic ignored "-Wunused-function"

@@ -1,6 +1,5 @@
 // Attention with vectors of 16 floats.
 #include <algorithm>
-#include <cstdlib>
 #include <utility>
 
 #pragma GCC diagnostic ignored "-Wunused-function"

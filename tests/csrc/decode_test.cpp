@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstring>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "cases.h"
@@ -15,6 +16,7 @@
 #include "core/pack.h"
 #include "isa/float_bits.h"
 #include "kernels_test.h"
+#include "memory.h"
 
 namespace tests {
 
@@ -299,6 +301,17 @@ void test_decode(const Model& model, const std::string& name) {
   }
 }
 
+// A step that found no memory leaves hidden states as they were, and can be repeated.
+void test_memory(const Model& model) {
+  for (const int rows : {1, 3}) {
+    const State before(rows, Random(7));
+    State expected = before, found = before;
+    in_one_call(model, rows, 1, expected);
+    const auto call = [&] { in_one_call(model, rows, 3, found); };
+    test_without_memory("a step", call, [&] { return std::exchange(found, before) == expected; });
+  }
+}
+
 }  // namespace
 
 void test_decode(const Kernels& k) {
@@ -306,6 +319,7 @@ void test_decode(const Kernels& k) {
   for (const int turned : {kHeadDim, kHeadDim / 2}) {
     test_decode(Model(k, turned), row_name(k) + ", " + std::to_string(turned) + " turned");
   }
+  if (!std::strcmp(k.isa, "avx2")) test_memory(Model(k, kHeadDim));
 }
 
 }  // namespace tests

@@ -22,6 +22,9 @@ void test_decode(const int4moe::Kernels& k);
 // Regions of the core's own threads.
 void test_threads();
 
+// Calls while allocations fail, those of no row.
+void test_memory();
+
 // That an AMX row leaves no tile configuration behind.
 void test_tiles_released(const int4moe::Kernels& k);
 

@@ -17,6 +17,7 @@
 #include "core/pack.h"
 #include "isa/float_bits.h"
 #include "kernels_test.h"
+#include "memory.h"
 
 namespace tests {
 
@@ -243,6 +244,10 @@ void test_linear(const Kernels& k, const std::string& name, FloatType type) {
     for (int n = 0; n < kRows; ++n) error.add(value_at(type, y.data(), size_t(t) * kRows + n), exact[size_t(n)]);
   }
   check(error.value() <= bound_of(k, type), "%s: linear, relative error %.3g", name.c_str(), error.value());
+  if (std::strcmp(k.isa, "scalar")) return;
+  std::vector<uint8_t> found(y.size());
+  a.y = found.data();
+  test_without_memory("linear", [&] { linear_forward(a); }, [&] { return found == y; });
 }
 
 }  // namespace
@@ -262,6 +267,10 @@ void test_layer(const Kernels& k) {
       check(layer.run(k, type, threads) == one, "%s: layer on %d threads has the bits of one", name.c_str(), threads);
     }
     test_callers(layer, k, name, type, one);
+    if (!std::strcmp(k.isa, "scalar")) {
+      std::vector<uint8_t> y;
+      test_without_memory("layer", [&] { y = layer.run(k, type, 2); }, [&] { return y == one; });
+    }
     test_linear(k, name, type);
   }
 }

@@ -87,6 +87,7 @@ void test_presence(const Options& o) {
 int run(const Options& o) {
   test_presence(o);
   test_threads();
+  test_memory();
   int rows = 0, skipped = 0;
   for (const Kernels* const* k = all_kernels(); *k; ++k) {
     if (!o.only.empty() && !named(o.only, (*k)->isa)) continue;
