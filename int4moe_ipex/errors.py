@@ -6,9 +6,16 @@ sentence where that is possible. All of them derive from `Int4MoeError`, so that
 
 from __future__ import annotations
 
+import copyreg
+from typing import Any
+
 
 class Int4MoeError(Exception):
     """Base of every error that this package raises on purpose."""
+
+    def __reduce__(self) -> Any:
+        # Python would call a kind's constructor with the message, which some do not take.
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__
 
 
 class CheckpointError(Int4MoeError):

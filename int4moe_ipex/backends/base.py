@@ -15,6 +15,7 @@ import torch
 
 from int4moe_ipex.canonical import CanonicalWeight
 from int4moe_ipex.cpu import CpuFeatures
+from int4moe_ipex.errors import UnsupportedModelError
 from int4moe_ipex.moe.activations import Activation
 
 
@@ -121,6 +122,19 @@ class Rejected:
 
 
 Verdict = Supported | Rejected
+
+
+class Immutable:
+    """What is packed never changes, so that a copy of a model shares it. It may hold addresses of this process."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self
+
+    def __reduce_ex__(self, protocol: int) -> Any:
+        raise UnsupportedModelError(
+            "packed weights cannot be pickled (pickle, torch.save, an argument of a process that is spawned): write a "
+            "store with `int4moe convert` and load that, also in each process, as they share its pages"
+        )
 
 
 class Packed(Protocol):

@@ -15,6 +15,7 @@ import torch
 from int4moe_ipex.backends.base import (
     ExpertsSpec,
     ExpertWeights,
+    Immutable,
     LinearSpec,
     LinearWeights,
     Packed,
@@ -27,7 +28,7 @@ from int4moe_ipex.cpu import CpuFeatures
 
 
 @dataclass(frozen=True, eq=False)
-class PackedByTokens:
+class PackedByTokens(Immutable):
     """parts: (max_tokens or None, choice, packed) by rising token counts; equal choices share one pack."""
 
     spec: ExpertsSpec | LinearSpec

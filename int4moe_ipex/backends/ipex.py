@@ -37,6 +37,7 @@ import torch.nn.functional as F
 from int4moe_ipex.backends.base import (
     ExpertsSpec,
     ExpertWeights,
+    Immutable,
     LinearSpec,
     LinearWeights,
     Rejected,
@@ -134,7 +135,7 @@ def _lowp(run: RunConfig) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class IpexLinear:
+class IpexLinear(Immutable):
     """One projection: IPEX's context, which owns the weight, and the handle through which its operators find it.
 
     IPEX keeps three copies of the scales (float32, float16, bfloat16) and four of the zeros; `tensors` can show only

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from int4moe_ipex.backends.base import (
     ExpertsSpec,
     ExpertWeights,
+    Immutable,
     LinearSpec,
     LinearWeights,
     Rejected,
@@ -27,7 +28,7 @@ PATH = "reference/float32"
 
 
 @dataclass(frozen=True, eq=False)
-class ReferenceLinear:
+class ReferenceLinear(Immutable):
     spec: LinearSpec
     linear: LinearWeights
     path: str = PATH
@@ -37,7 +38,7 @@ class ReferenceLinear:
 
 
 @dataclass(frozen=True, eq=False)
-class ReferenceExperts:
+class ReferenceExperts(Immutable):
     spec: ExpertsSpec
     experts: tuple[ExpertWeights, ...]
     path: str = PATH

@@ -11,7 +11,15 @@ from typing import Protocol
 
 import torch
 
-from int4moe_ipex.backends.base import ExpertsSpec, ExpertWeights, LinearSpec, LinearWeights, Packed, RunConfig
+from int4moe_ipex.backends.base import (
+    ExpertsSpec,
+    ExpertWeights,
+    Immutable,
+    LinearSpec,
+    LinearWeights,
+    Packed,
+    RunConfig,
+)
 from int4moe_ipex.moe.routing import run_grouped
 
 
@@ -26,7 +34,7 @@ class PackedLinear(Packed, Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class ThreeLinears:
+class ThreeLinears(Immutable):
     """All experts: gate (None without one), up and down of each. The path is that of up."""
 
     spec: ExpertsSpec

@@ -14,6 +14,7 @@ import torch
 
 from int4moe_ipex.backends.base import (
     ExpertsSpec,
+    Immutable,
     LinearSpec,
     LinearWeights,
     Rejected,
@@ -30,7 +31,7 @@ ROWS = 16  # the op's blocks of output rows
 
 
 @dataclass(frozen=True, eq=False)
-class TorchLinear:
+class TorchLinear(Immutable):
     """packed uint8 [N, K/2] in the op's layout, scale_and_zero [K/g, N, 2]; scales and zeros as they were."""
 
     spec: LinearSpec

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -9,6 +12,30 @@ from int4moe_ipex.backends import native
 
 DTYPES = {torch.bfloat16: 1, torch.float32: 2}  # csrc/core/layout.h
 MAX_EXPERTS = 1024  # csrc/core/elementwise.cpp
+
+
+class Fused:
+    """A fused module; its class is made from a fusion and the class of transformers that it replaces."""
+
+    @classmethod
+    @functools.cache
+    def over(fusion, cls: type) -> type:
+        return type(f"Fused{cls.__name__}", (fusion, cls), {"__module__": fusion.__module__})
+
+    def __getstate__(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+    def __reduce_ex__(self, protocol: int) -> Any:
+        """Copies and pickles name the two classes: the one made of them can be found nowhere."""
+        made, bases = type(self), type(self).__bases__
+        if len(bases) != 2 or made is not bases[0].over(bases[1]):
+            return super().__reduce_ex__(protocol)  # somebody's subclass
+        return _empty, bases, self.__getstate__()
+
+
+def _empty(fusion: type[Fused], cls: type) -> Fused:
+    made = fusion.over(cls)
+    return made.__new__(made)
 
 
 def plain(*tensors: torch.Tensor) -> bool:

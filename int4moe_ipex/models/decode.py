@@ -21,6 +21,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from int4moe_ipex.backends import native
 from int4moe_ipex.models import attention
 from int4moe_ipex.models.cache import GrowingLayer, cache_keyword, growing
+from int4moe_ipex.models.core_calls import Fused
 from int4moe_ipex.models.decode_plan import Ends, Plan, make_plan
 
 # Classes whose forward is known, by name in their own module of transformers; their layers: decode_layers.py.
@@ -36,14 +37,8 @@ def fuse(model: nn.Module) -> bool:
     known = cls.__module__.startswith("transformers.models.") and cls.__name__ in MODELS
     if not known or issubclass(cls, FusedDecoder):
         return False
-    model.__class__ = _fused_class(cls)
+    model.__class__ = FusedDecoder.over(cls)
     return True
-
-
-@functools.cache
-def _fused_class(cls: type) -> type:
-    # It keeps the name: transformers looks up by it which outputs a model can record.
-    return type(cls.__name__, (FusedDecoder, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
 
 
 PARTS = ("attention", "router", "experts")  # csrc/core/decode.h
@@ -70,8 +65,18 @@ def timed(model: nn.Module) -> Iterator[dict[str, float] | None]:
         seconds.update(zip(PARTS, plan.decoder.take_seconds()))
 
 
-class FusedDecoder:
+class FusedDecoder(Fused):
     """A whole decoder: steps of one token per sequence in one call, everything else as before."""
+
+    @classmethod
+    @functools.cache
+    def over(fusion, cls: type) -> type:
+        # It keeps the name: transformers looks up by it which outputs a model can record.
+        return type(cls.__name__, (fusion, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies of any sort, which make plans of their own."""
+        return {name: value for name, value in vars(self).items() if name != "_plan"}
 
     def forward(
         self,

@@ -26,7 +26,6 @@ from int4moe_ipex.models.fused import (
     FusedSigmoidRouter,
     FusedTopKRouter,
     FusedWholeNormAttention,
-    _fused_class,
     is_fused,
 )
 from int4moe_ipex.moe.experts import Int4Experts
@@ -260,7 +259,7 @@ def norm_of(plan: Plan | Ends, module: nn.Module, size: int) -> int:
 
 def _linear(plan: Plan, module: nn.Module, columns: int, rows: int) -> Any:
     # A subclass may compute something else.
-    need(type(module) in (Int4Linear, nn.Linear, _fused_class(FusedLinear, nn.Linear)))
+    need(type(module) in (Int4Linear, nn.Linear, FusedLinear.over(nn.Linear)))
     need((module.in_features, module.out_features) == (columns, rows))
     plan.products += columns * rows
     if type(module) is Int4Linear:

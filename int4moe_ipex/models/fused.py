@@ -7,7 +7,6 @@ not take (autograd, torch.compile, other dtypes, other attention implementations
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch import nn
 
 from int4moe_ipex.backends import native
 from int4moe_ipex.models import attention
-from int4moe_ipex.models.core_calls import DTYPES, MAX_EXPERTS, few_tokens, plain
+from int4moe_ipex.models.core_calls import DTYPES, MAX_EXPERTS, Fused, few_tokens, plain
 from int4moe_ipex.models.fused_moe import (
     SILU,
     FusedMLP,
@@ -27,7 +26,7 @@ from int4moe_ipex.models.fused_moe import (
 FIRST_POSITIONS = 512  # of a rotary table; it doubles from there
 
 
-class FusedRMSNorm:
+class FusedRMSNorm(Fused):
     """`weight * (x / rms(x))` with the roundings of transformers' own."""
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -49,7 +48,7 @@ class FusedRMSNorm:
         return y
 
 
-class FusedLinear:
+class FusedLinear(Fused):
     """A dense bfloat16 linear for a few tokens, at the speed of reading its weight: the head of most checkpoints."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -57,7 +56,7 @@ class FusedLinear:
         return super().forward(input) if y is None else y
 
 
-class FusedRotaryEmbedding:
+class FusedRotaryEmbedding(Fused):
     """Rows of a table that transformers' own forward has computed once, instead of the functions at every step."""
 
     def forward(self, x: torch.Tensor, position_ids: torch.Tensor):
@@ -77,14 +76,15 @@ class FusedRotaryEmbedding:
         changes = None if frequencies.is_inference() else frequencies._version
         key = (x.dtype, frequencies.data_ptr(), changes, self.attention_scaling)
         kept = self.__dict__.get("_tables")
-        if kept is None or kept[0] != key or kept[1].shape[0] < positions:
+        if kept is None or kept[0] != key or kept[3] is not frequencies or kept[1].shape[0] < positions:
             room = min(most, max(FIRST_POSITIONS, 2 * positions))
             cos, sin = super().forward(x, torch.arange(room)[None])
-            kept = self.__dict__["_tables"] = (key, cos[0].contiguous(), sin[0].contiguous())
-        return kept[1:]
+            # With the frequencies themselves: others may come to lie at their address.
+            kept = self.__dict__["_tables"] = (key, cos[0].contiguous(), sin[0].contiguous(), frequencies)
+        return kept[1:3]
 
 
-class FusedAttention:
+class FusedAttention(Fused):
     """Attention over whole-head rotary embeddings: norm of each head and rotation in place, in one pass."""
 
     def forward(self, hidden_states, position_embeddings=None, attention_mask=None, cache=None, **kwargs):
@@ -228,15 +228,10 @@ def _heads_are_plain(attention: Any) -> bool:
     return attention.head_dim % 2 == 0 and len(dtypes) == 1
 
 
-@functools.cache
-def _fused_class(fusion: type, cls: type) -> type:
-    return type(f"Fused{cls.__name__}", (fusion, cls), {"__module__": __name__})
-
-
 def is_fused(module: nn.Module, fusion: type) -> bool:
     """Whether a module is one of transformers' made into this fusion, and not somebody's subclass of that."""
     cls = type(module)
-    return len(cls.__bases__) == 2 and cls.__bases__[0] is fusion and cls is _fused_class(*cls.__bases__)
+    return len(cls.__bases__) == 2 and cls.__bases__[0] is fusion and cls is fusion.over(cls.__bases__[1])
 
 
 def fuse(model: nn.Module, keep_attention: bool = False) -> dict[str, int]:
@@ -256,7 +251,7 @@ def fuse(model: nn.Module, keep_attention: bool = False) -> dict[str, int]:
         fusion = _fusion(module)
         name = type(module).__name__
         if fusion is not None:
-            module.__class__ = _fused_class(fusion, type(module))
+            module.__class__ = fusion.over(type(module))
             fused[name] = fused.get(name, 0) + 1
         elif decode.fuse(module):
             fused[name] = fused.get(name, 0) + 1

@@ -8,12 +8,12 @@ from torch import nn
 from transformers.activations import SiLUActivation
 
 from int4moe_ipex.backends import native
-from int4moe_ipex.models.core_calls import DTYPES, MAX_EXPERTS, few_tokens, plain
+from int4moe_ipex.models.core_calls import DTYPES, MAX_EXPERTS, Fused, few_tokens, plain
 
 SILU = {nn.SiLU, SiLUActivation}
 
 
-class FusedTopKRouter:
+class FusedTopKRouter(Fused):
     """Softmax over the experts and the top k of them."""
 
     def forward(self, hidden_states: torch.Tensor):
@@ -44,7 +44,7 @@ class FusedTopKRouter:
         return logits, scores, ids
 
 
-class FusedSigmoidRouter:
+class FusedSigmoidRouter(Fused):
     """Sigmoids of float32 logits, a bias for the choice alone, and the top k within the best groups."""
 
     def forward(self, hidden_states: torch.Tensor):
@@ -92,7 +92,7 @@ class FusedSigmoidRouter:
         )
 
 
-class FusedMLP:
+class FusedMLP(Fused):
     """`down(silu(gate(x)) * up(x))` with the middle in one pass."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -115,7 +115,7 @@ class FusedMLP:
         return self.down_proj(y)
 
 
-class FusedSharedExpertBlock:
+class FusedSharedExpertBlock(Fused):
     """Experts and, weighted by the sigmoid of a score, an expert that all tokens share: their sum in one pass."""
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from int4moe_ipex.backends.base import ExpertsSpec, LinearSpec
+from int4moe_ipex.backends.base import ExpertsSpec, Immutable, LinearSpec
 from int4moe_ipex.backends.native.core import ACTIVATIONS, _native, core_layout
 from int4moe_ipex.errors import BackendError
 from int4moe_ipex.moe.activations import Activation
@@ -14,7 +14,7 @@ from int4moe_ipex.packing.layout import NativeLayout
 
 
 @dataclass(frozen=True, eq=False)
-class _InOneBuffer:
+class _InOneBuffer(Immutable):
     """What is packed in one buffer, and the row that runs it."""
 
     spec: ExpertsSpec | LinearSpec

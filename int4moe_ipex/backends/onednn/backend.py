@@ -10,6 +10,7 @@ import torch
 
 from int4moe_ipex.backends.base import (
     ExpertsSpec,
+    Immutable,
     LinearSpec,
     LinearWeights,
     Rejected,
@@ -61,7 +62,7 @@ def _path(implementation: str, problem: Problem) -> str:
 
 
 @dataclass(frozen=True, eq=False)
-class OneDnnLinear:
+class OneDnnLinear(Immutable):
     """codes uint8 [N, K/2] as in the canonical weight; scales [G, N], zeros uint8 [G, N] or None for 8."""
 
     spec: LinearSpec
