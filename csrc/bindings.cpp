@@ -1,6 +1,7 @@
 // The Python boundary: numbers and addresses only. Python (backends/native/) has checked shapes, dtypes, devices and
 // strides before it calls; ids are checked here, before any work.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
@@ -11,6 +12,7 @@
 #include "core/attention.h"
 #include "core/dense.h"
 #include "core/elementwise.h"
+#include "core/head_linear.h"
 #include "core/limits.h"
 #include "core/threads.h"
 #include "core/unpack.h"
@@ -30,6 +32,13 @@ void bind_dense(nb::module_& m) {
   m.def("float_linear", [](int tokens, int64_t rows, int64_t columns, uintptr_t x, uintptr_t w, uintptr_t y, int threads) {
     nb::gil_scoped_release release;
     float_linear(tokens, rows, columns, address<uint16_t>(x), address<float>(w), address<float>(y), threads);
+  });
+  using TwoStrides = std::pair<int64_t, int64_t>;
+  m.def("head_linear", [](int64_t tokens, int heads, int64_t rows, int64_t columns, uintptr_t x, TwoStrides xs, uintptr_t w,
+                          uintptr_t y, TwoStrides ys, int threads) {
+    nb::gil_scoped_release release;
+    head_linear({tokens, heads, rows, columns, address<uint16_t>(x), {xs.first, xs.second}, address<uint16_t>(w),
+                 address<uint16_t>(y), {ys.first, ys.second}}, threads);
   });
   using Strides = std::tuple<int64_t, int64_t, int64_t>;
   m.def("attention", [](int type, int64_t batch, int heads, int kv_heads, int64_t tokens, int64_t keys, int head_dim,
@@ -66,8 +75,16 @@ void bind_elementwise(nb::module_& m) {
     r.eps = eps;
     rotate(r, threads);
   });
+  m.attr("most_turned") = kMostTurned;
+  m.def("rotate_pairs", [](int type, int64_t rows, int heads, int turned, uintptr_t x, std::pair<int64_t, int64_t> stride,
+                           int table_type, uintptr_t cos, uintptr_t sin, int64_t cos_rows, int step, bool apart,
+                           int threads) {
+    rotate_pairs({FloatType(type), rows, heads, turned, address<void>(x), {stride.first, stride.second},
+                  FloatType(table_type), address<void>(cos), address<void>(sin), cos_rows, step, apart}, threads);
+  });
   m.def("softmax_top_k", [](int type, int64_t tokens, int experts, int top_k, uintptr_t logits, bool normalise,
-                            int score_type, uintptr_t scores, uintptr_t ids, int threads) {
+                            int score_type, uintptr_t scores, uintptr_t ids, int groups, int top_groups, float factor,
+                            int threads) {
     TopK t;
     t.type = FloatType(type);
     t.tokens = tokens;
@@ -78,6 +95,9 @@ void bind_elementwise(nb::module_& m) {
     t.score_type = FloatType(score_type);
     t.scores = address<void>(scores);
     t.ids = address<int64_t>(ids);
+    t.groups = groups;
+    t.top_groups = top_groups;
+    t.factor = factor;
     softmax_top_k(t, threads);
   });
   m.def("sigmoid_top_k", [](int64_t tokens, int experts, int top_k, int groups, int top_groups, uintptr_t logits,

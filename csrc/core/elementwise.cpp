@@ -38,6 +38,10 @@ void rotate(const Rotary& r, int threads) {
   each_row(r.rows, int64_t(r.heads) * r.head_dim, threads, [&](int64_t row) { avx2::rotate_one(r, row); });
 }
 
+void rotate_pairs(const PairRotary& r, int threads) {
+  each_row(r.rows, int64_t(r.heads) * r.turned, threads, [&](int64_t row) { avx2::rotate_pairs_one(r, row); });
+}
+
 void softmax_top_k(const TopK& t, int threads) {
   each_row(t.tokens, int64_t(t.experts) * t.top_k, threads, [&](int64_t token) { avx2::top_k_one(t, token); });
 }
@@ -67,6 +71,7 @@ void add_scaled(FloatType type, int64_t rows, int64_t columns, const void* x, co
 
 void rms_norm(FloatType, int64_t, int64_t, const void*, const void*, float, void*, int) {}
 void rotate(const Rotary&, int) {}
+void rotate_pairs(const PairRotary&, int) {}
 void softmax_top_k(const TopK&, int) {}
 void sigmoid_top_k(const SigmoidTopK&, int) {}
 void gated_silu(FloatType, int64_t, int64_t, const void*, const void*, void*, int) {}

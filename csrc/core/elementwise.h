@@ -29,7 +29,27 @@ struct Rotary {
 // x[i] * cos[i] + (i < half ? -x[i + half] : x[i - half]) * sin[i], computed in float32 and rounded once.
 void rotate(const Rotary& r, int threads);
 
-// Softmax over all experts, then the top_k greatest, greatest first (the lower id among equals).
+constexpr int kMostTurned = 512;
+
+// The same of neighbours, in place: pair i of a head is its elements 2i and 2i + 1.
+struct PairRotary {
+  FloatType type;             // bfloat16 or float32, of x
+  int64_t rows;               // batch * tokens
+  int heads, turned;          // elements of each head that are turned: even, at most kMostTurned
+  void* x;                    // the first of them
+  int64_t stride[2];          // in elements, by row and by head
+  FloatType table_type;       // of cos and sin
+  const void *cos, *sin;      // row r of x takes row r % cos_rows, which begins `turned` elements behind the one before
+  int64_t cos_rows;
+  int step;                   // elements from one pair's cosine or sine to the next one's
+  bool apart;                 // the result has the first of all pairs, then the second
+};
+
+// (a cos - b sin, b cos + a sin) of each pair (a, b), computed in float32 and rounded once.
+void rotate_pairs(const PairRotary& r, int threads);
+
+// Softmax over all experts, then the top_k greatest, greatest first (the lower id among equals), of the `top_groups` groups
+// of neighbours whose greatest are the greatest.
 struct TopK {
   FloatType type;             // of logits [tokens, experts], dense: bfloat16 or float32
   int64_t tokens;
@@ -39,6 +59,8 @@ struct TopK {
   FloatType score_type;       // of scores [tokens, top_k]: bfloat16 or float32
   void* scores;
   int64_t* ids;               // [tokens, top_k]
+  int groups = 1, top_groups = 1;  // top_k experts at least in the latter
+  float factor = 1;           // of the scores, in the end
 };
 
 void softmax_top_k(const TopK& t, int threads);

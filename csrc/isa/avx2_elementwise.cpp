@@ -73,6 +73,27 @@ void rotate_row(const Rotary& r, int64_t row) {
   }
 }
 
+template <class T, class Table>
+void rotate_pairs_row(const PairRotary& r, int64_t row) {
+  const int half = r.turned / 2, step = r.step;
+  const int64_t at = (row % r.cos_rows) * r.turned;
+  const auto *cos = static_cast<const typename Table::Stored*>(r.cos) + at, *sin = static_cast<const typename Table::Stored*>(r.sin) + at;
+  float first[kMostTurned / 2], second[kMostTurned / 2];
+  for (int h = 0; h < r.heads; ++h) {
+    auto* x = static_cast<typename T::Stored*>(r.x) + row * r.stride[0] + h * r.stride[1];
+    for (int i = 0; i < half; ++i) {
+      const float a = T::load(x[2 * i]), b = T::load(x[2 * i + 1]);
+      const float c = Table::load(cos[i * step]), s = Table::load(sin[i * step]);
+      first[i] = a * c - b * s;
+      second[i] = b * c + a * s;
+    }
+    for (int i = 0; i < half; ++i) {
+      x[r.apart ? i : 2 * i] = T::store(first[i]);
+      x[r.apart ? i + half : 2 * i + 1] = T::store(second[i]);
+    }
+  }
+}
+
 float greatest(const float* p, int n) {
   float most = p[0];
   for (int i = 1; i < n; ++i) most = p[i] > most ? p[i] : most;
@@ -80,6 +101,29 @@ float greatest(const float* p, int n) {
 }
 
 constexpr int kMaxExperts = 1024;
+
+// The greatest of p[first..last) that is not taken; with NaN every comparison fails, which still gives a valid one.
+int best_of(const float* p, const bool* taken, int first, int last) {
+  int best = -1;
+  for (int e = first; e < last; ++e) {
+    if (!taken[e] && (best < 0 || p[e] > p[best])) best = e;
+  }
+  return best;
+}
+
+// All experts are taken but those of the groups with the greatest p.
+void open_groups(const TopK& t, const float* p, bool* taken) {
+  const int size = t.experts / t.groups;
+  float group[kMaxExperts];
+  bool closed[kMaxExperts] = {};
+  for (int g = 0; g < t.groups; ++g) group[g] = greatest(p + g * size, size);
+  std::fill_n(taken, t.experts, true);
+  for (int i = 0; i < t.top_groups; ++i) {
+    const int g = best_of(group, closed, 0, t.groups);
+    closed[g] = true;
+    std::fill_n(taken + g * size, size, false);
+  }
+}
 
 template <class T>
 void top_k_row(const TopK& t, int64_t token) {
@@ -94,32 +138,21 @@ void top_k_row(const TopK& t, int64_t token) {
   int64_t* ids = t.ids + token * t.top_k;
   float score[kMaxExperts], chosen = 0;
   bool taken[kMaxExperts] = {};
+  if (t.top_groups < t.groups) open_groups(t, p, taken);
   for (int k = 0; k < t.top_k; ++k) {
-    int best = -1;  // with NaN every comparison fails: still a valid id
-    for (int e = 0; e < t.experts; ++e) {
-      if (!taken[e] && (best < 0 || p[e] > p[best])) best = e;
-    }
+    const int best = best_of(p, taken, 0, t.experts);
     taken[best] = true;
     ids[k] = best;
     chosen += score[k] = p[best];
   }
   for (int k = 0; k < t.top_k; ++k) {
-    const float v = t.normalise ? score[k] / chosen : score[k];
+    const float v = (t.normalise ? score[k] / chosen : score[k]) * t.factor;
     if (t.score_type == FloatType::kBFloat16) {
       static_cast<uint16_t*>(t.scores)[token * t.top_k + k] = float_to_bf16(v);
     } else {
       static_cast<float*>(t.scores)[token * t.top_k + k] = v;
     }
   }
-}
-
-// The greatest of p[first..last) that is not taken; with NaN every comparison fails, which still gives a valid one.
-int best_of(const float* p, const bool* taken, int first, int last) {
-  int best = -1;
-  for (int e = first; e < last; ++e) {
-    if (!taken[e] && (best < 0 || p[e] > p[best])) best = e;
-  }
-  return best;
 }
 
 template <class T>
@@ -157,6 +190,14 @@ void rms_norm_row(FloatType type, int64_t columns, const void* x, const void* we
 
 void rotate_one(const Rotary& r, int64_t row) {
   r.type == FloatType::kBFloat16 ? rotate_row<BFloat>(r, row) : rotate_row<Float>(r, row);
+}
+
+void rotate_pairs_one(const PairRotary& r, int64_t row) {
+  if (r.table_type == FloatType::kFloat32) {
+    r.type == FloatType::kBFloat16 ? rotate_pairs_row<BFloat, Float>(r, row) : rotate_pairs_row<Float, Float>(r, row);
+  } else {
+    r.type == FloatType::kBFloat16 ? rotate_pairs_row<BFloat, BFloat>(r, row) : rotate_pairs_row<Float, BFloat>(r, row);
+  }
 }
 
 void top_k_one(const TopK& t, int64_t token) {

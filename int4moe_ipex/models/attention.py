@@ -19,6 +19,8 @@ NAME = "int4moe"
 ROWS = "int4moe_rows"
 # Products below which one thread is enough: another region of threads takes as long.
 ALONE = 1 << 18
+# Heads that read the same latents in one pass (csrc/isa/attention_kernels.h); several tasks let threads share them.
+LATENT_HEADS = 8
 # Arguments of the interface that change nothing once there is no mask; any other that is set goes to sdpa.
 HARMLESS = frozenset({"sliding_window", "position_ids", "use_cache", "output_router_logits", "cache_position"})
 
@@ -42,6 +44,16 @@ def register() -> None:
     AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
+def is_ours(config: Any) -> bool:
+    """Whether a model's attention is the core's kernel, for each sequence of a batch too."""
+    name = config._attn_implementation
+    if name == ROWS:
+        from transformers import AttentionInterface
+
+        return getattr(AttentionInterface()[name], "inner", None) is attention
+    return name == NAME
+
+
 def attention(
     module: Any,
     query: torch.Tensor,
@@ -58,7 +70,7 @@ def attention(
     Computed in float32 and rounded once to query's dtype.
     """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if attention_mask is None and not dropout and _takes(query, key, value, causal) and not _unusual(kwargs):
+    if attention_mask is None and not dropout and _takes(query, key, value, causal) and harmless(kwargs):
         return _run(query, key, value, scaling), None
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -67,8 +79,9 @@ def attention(
     )
 
 
-def _unusual(kwargs: dict[str, Any]) -> bool:
-    return any(value is not None and value is not False and key not in HARMLESS for key, value in kwargs.items())
+def harmless(kwargs: dict[str, Any]) -> bool:
+    """Whether none of these further arguments of the interface changes anything."""
+    return all(value is None or value is False or key in HARMLESS for key, value in kwargs.items())
 
 
 def _takes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool) -> bool:
@@ -86,6 +99,26 @@ def _takes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: 
         and query.shape[3] % 8 == 0
         and value.shape[3] % 16 == 0
     )
+
+
+def heads_together(heads: int) -> int:
+    """Heads of one token that go over the latents they share in one task of the kernel."""
+    return LATENT_HEADS if heads % LATENT_HEADS == 0 else heads
+
+
+def over_latents(query: torch.Tensor, latent: torch.Tensor, turned: torch.Tensor, scaling: float) -> torch.Tensor:
+    """One token over keys that are latents and what was rotated side by side, and values that are the latents alone.
+
+    query [batch, heads, rank + width], latent [batch, 1, keys, rank], turned [batch, 1, keys, width]
+    -> [batch, heads, rank]
+    """
+    rank = latent.shape[-1]
+    beside = latent.stride() == turned.stride() and latent.stride(-1) == 1 and latent.dtype is query.dtype
+    if not (beside and latent.data_ptr() + rank * latent.element_size() == turned.data_ptr()):  # not our cache's
+        latent = torch.cat((latent, turned), dim=-1).to(query.dtype)[..., :rank]
+    heads = query.shape[1]
+    shared = latent.expand(-1, heads // heads_together(heads), -1, -1)
+    return _run(query.unsqueeze(2), shared, shared, scaling).squeeze(1)
 
 
 def _run(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float | None) -> torch.Tensor:

@@ -105,7 +105,7 @@ class GrowingLayer(DynamicLayer):
         keys, values = self.keys, self.values
         if keys.shape[:-1] != values.shape[:-1]:
             raise ValueError(f"a cache holds keys {tuple(keys.shape)} and values {tuple(values.shape)}")
-        self._buffers = _grown(keys, total), _grown(values, total)
+        self._buffers = _grown_together(keys, values, total)
         self._views = [None, None]
         self._viewed = self.length = keys.shape[-2]
         self.room = self._buffers[0].shape[-2]
@@ -135,6 +135,15 @@ def _grown(view: torch.Tensor, total: int) -> torch.Tensor:
     buffer = view.new_empty((*view.shape[:-2], room, view.shape[-1]))
     buffer[..., : view.shape[-2], :].copy_(view)
     return buffer
+
+
+def _grown_together(keys: torch.Tensor, values: torch.Tensor, total: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Latents of one head and what was rotated beside them (DeepSeek) side by side: they are read as one key."""
+    width = keys.shape[-1]
+    if keys.shape[-3] > 1 or width == values.shape[-1] or keys.dtype is not values.dtype:
+        return _grown(keys, total), _grown(values, total)
+    both = _grown(torch.cat((keys, values), dim=-1), total)
+    return both[..., :width], both[..., width:]
 
 
 def growing(layer: Any) -> GrowingLayer | None:

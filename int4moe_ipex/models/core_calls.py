@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from int4moe_ipex.backends import native
@@ -52,6 +53,29 @@ def plain(*tensors: torch.Tensor) -> bool:
         if t.dtype is not dtype or t.requires_grad or not t.is_contiguous() or t.device.type != "cpu":
             return False
     return True
+
+
+def is_untouched(module: nn.Module) -> bool:
+    """Whether nobody would notice that a module's forward is not called: no hooks, global ones neither, no own one."""
+    everywhere = vars(nn.modules.module)
+    return not (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or "forward" in vars(module)
+        or everywhere["_global_forward_hooks"]
+        or everywhere["_global_forward_pre_hooks"]
+    )
+
+
+def float_logits(router: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """A router's logits [tokens, experts] from its float32 weight; x [tokens, hidden_size]."""
+    tokens, weight = x.shape[0], router.weight
+    if not (0 < tokens <= native._native.decode_rows and x.dtype is torch.bfloat16 and x.shape[1] % 32 == 0):
+        return F.linear(x.float(), weight)
+    logits = torch.empty(tokens, weight.shape[0], dtype=torch.float32)
+    pointers = x.data_ptr(), weight.data_ptr(), logits.data_ptr()
+    native._native.float_linear(tokens, *weight.shape, *pointers, torch.get_num_threads())
+    return logits
 
 
 def few_tokens(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:

@@ -131,7 +131,7 @@ class FusedDecoder(Fused):
         if columns != 1 or not 0 < rows <= native._native.decode_rows:
             return None
         plan = self.plan()
-        if plan.decoder is None or rows > plan.rows or plan.watched or not _is_ours(self.config):
+        if plan.decoder is None or rows > plan.rows or plan.watched or not attention.is_ours(self.config):
             return None
         caches = _caches_of(cache, rows, plan)
         if caches is None:
@@ -180,16 +180,6 @@ class FusedDecoder(Fused):
 
 
 _HARMLESS = (attention.HARMLESS - set(OUTPUTS)) | {"past_key_values"}
-
-
-def _is_ours(config: Any) -> bool:
-    """Whether the model's attention is the core's kernel, for each sequence of a batch too."""
-    name = config._attn_implementation
-    if name == attention.ROWS:
-        from transformers import AttentionInterface
-
-        return getattr(AttentionInterface()[name], "inner", None) is attention.attention
-    return name == attention.NAME
 
 
 def _is_row(hidden: torch.Tensor, rows: int, hidden_size: int) -> bool:

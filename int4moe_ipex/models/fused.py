@@ -15,8 +15,10 @@ from torch import nn
 from int4moe_ipex.backends import native
 from int4moe_ipex.models import attention
 from int4moe_ipex.models.core_calls import DTYPES, MAX_EXPERTS, Fused, few_tokens, plain
+from int4moe_ipex.models.fused_latent import FusedComplexLatentAttention, FusedLatentAttention
 from int4moe_ipex.models.fused_moe import (
     SILU,
+    FusedGroupRouter,
     FusedMLP,
     FusedSharedExpertBlock,
     FusedSigmoidRouter,
@@ -68,7 +70,7 @@ class FusedRotaryEmbedding(Fused):
         return tables[0][position_ids], tables[1][position_ids]
 
     def tables(self, x: torch.Tensor, positions: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """cos and sin in x's dtype [at least `positions`, head_dim]; None beyond what the model was made for."""
+        """cos and sin [at least `positions`, head_dim], as this class rotates x; None beyond what it was made for."""
         most = self.config.max_position_embeddings
         if positions > most:
             return None
@@ -78,10 +80,25 @@ class FusedRotaryEmbedding(Fused):
         kept = self.__dict__.get("_tables")
         if kept is None or kept[0] != key or kept[3] is not frequencies or kept[1].shape[0] < positions:
             room = min(most, max(FIRST_POSITIONS, 2 * positions))
-            cos, sin = super().forward(x, torch.arange(room)[None])
+            cos, sin = self._computed(x, torch.arange(room)[None])
             # With the frequencies themselves: others may come to lie at their address.
             kept = self.__dict__["_tables"] = (key, cos[0].contiguous(), sin[0].contiguous(), frequencies)
         return kept[1:3]
+
+    def _computed(self, x: torch.Tensor, positions: torch.Tensor):
+        return super().forward(x, positions)
+
+
+class FusedComplexRotaryEmbedding(FusedRotaryEmbedding):
+    """The same where transformers' own forward gives complex numbers [positions, head_dim / 2]."""
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor):
+        rows = super().forward(x, position_ids)
+        return rows if type(rows) is torch.Tensor else torch.complex(*(t[..., : t.shape[-1] // 2] for t in rows))
+
+    def _computed(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        numbers = super()._computed(x, positions)
+        return torch.cat([numbers.real] * 2, dim=-1), torch.cat([numbers.imag] * 2, dim=-1)
 
 
 class FusedAttention(Fused):
@@ -187,10 +204,18 @@ NORMS = {f"{f}RMSNorm" for f in ("Qwen2Moe", "Qwen3Moe", "Mixtral", "Olmoe", "De
 ATTENTIONS = {"Qwen2MoeAttention", "Qwen3MoeAttention", "MixtralAttention"}
 WHOLE_NORM_ATTENTIONS = {"OlmoeAttention"}
 PARTIAL_ATTENTIONS = {"Glm4MoeAttention"}
+LATENT_ATTENTIONS = {
+    "DeepseekV2Attention": FusedComplexLatentAttention,
+    "DeepseekV3Attention": FusedLatentAttention,
+}
 ROTARY = {f"{f}RotaryEmbedding" for f in ("Qwen2Moe", "Qwen3Moe", "Mixtral", "Olmoe", "DeepseekV3", "Glm4Moe")}
+COMPLEX_ROTARY = {"DeepseekV2RotaryEmbedding"}
+# Of rotary embeddings; other kinds change their frequencies with the length of the sequence.
+FIXED_KINDS = {"default", "linear", "llama3", "yarn"}
 ROUTERS = {"Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter", "OlmoeTopKRouter", "MixtralTopKRouter"}
-SIGMOID_ROUTERS = {"Glm4MoeTopkRouter"}
-MLPS = {"Qwen2MoeMLP", "Glm4MoeMLP"}
+SIGMOID_ROUTERS = {"DeepseekV3TopkRouter", "Glm4MoeTopkRouter"}
+GROUP_ROUTERS = {"DeepseekV2TopkRouter"}
+MLPS = {"Qwen2MoeMLP", "DeepseekV2MLP", "DeepseekV3MLP", "Glm4MoeMLP"}
 SHARED_EXPERT_BLOCKS = {"Qwen2MoeSparseMoeBlock"}
 
 
@@ -204,9 +229,10 @@ def _fusion(module: nn.Module) -> type | None:
         return FusedRMSNorm
     if cls.__name__ in ROUTERS and module.num_experts <= MAX_EXPERTS:
         return FusedTopKRouter
-    # Other kinds change their frequencies with the length of the sequence.
-    if cls.__name__ in ROTARY and module.rope_type == "default":
-        return FusedRotaryEmbedding
+    if cls.__name__ in ROTARY | COMPLEX_ROTARY and module.rope_type in FIXED_KINDS:
+        return FusedComplexRotaryEmbedding if cls.__name__ in COMPLEX_ROTARY else FusedRotaryEmbedding
+    if cls.__name__ in LATENT_ATTENTIONS and hasattr(module, "expand_kv"):  # else it caches what is expanded
+        return LATENT_ATTENTIONS[cls.__name__]
     if cls.__name__ in ATTENTIONS and _heads_are_plain(module):
         return FusedAttention
     if cls.__name__ in WHOLE_NORM_ATTENTIONS and _heads_are_plain(module):
@@ -215,6 +241,8 @@ def _fusion(module: nn.Module) -> type | None:
         return FusedPartialAttention
     if cls.__name__ in SIGMOID_ROUTERS:
         return FusedSigmoidRouter
+    if cls.__name__ in GROUP_ROUTERS:
+        return FusedGroupRouter
     if cls.__name__ in MLPS and type(module.act_fn) in SILU:
         return FusedMLP
     if cls.__name__ in SHARED_EXPERT_BLOCKS:

@@ -8,7 +8,7 @@ from torch import nn
 from transformers.activations import SiLUActivation
 
 from int4moe_ipex.backends import native
-from int4moe_ipex.models.core_calls import DTYPES, MAX_EXPERTS, Fused, few_tokens, plain
+from int4moe_ipex.models.core_calls import DTYPES, MAX_EXPERTS, Fused, few_tokens, float_logits, plain
 
 SILU = {nn.SiLU, SiLUActivation}
 
@@ -39,6 +39,9 @@ class FusedTopKRouter(Fused):
             DTYPES[dtype],
             scores.data_ptr(),
             ids.data_ptr(),
+            1,
+            1,
+            1.0,
             torch.get_num_threads(),
         )
         return logits, scores, ids
@@ -51,14 +54,7 @@ class FusedSigmoidRouter(Fused):
         if not (plain(hidden_states) and plain(self.weight, self.e_score_correction_bias) and self._is_known()):
             return super().forward(hidden_states)
         x = hidden_states.view(-1, self.hidden_dim)
-        tokens, weight = x.shape[0], self.weight
-        logits = torch.empty(tokens, self.num_experts, dtype=torch.float32)
-        few = 0 < tokens <= native._native.decode_rows
-        if few and x.dtype is torch.bfloat16 and self.hidden_dim % 32 == 0:
-            pointers = x.data_ptr(), weight.data_ptr(), logits.data_ptr()
-            native._native.float_linear(tokens, *weight.shape, *pointers, torch.get_num_threads())
-        else:
-            logits = F.linear(x.float(), weight)
+        tokens, logits = x.shape[0], float_logits(self, x)
         scores = torch.empty(tokens, self.top_k, dtype=torch.float32)
         ids = torch.empty(tokens, self.top_k, dtype=torch.int64)
         native._native.sigmoid_top_k(
@@ -87,6 +83,52 @@ class FusedSigmoidRouter(Fused):
             and experts <= MAX_EXPERTS
             and experts % groups == 0
             and experts // groups >= 2
+            and 0 < chosen <= groups
+            and 0 < self.top_k <= chosen * (experts // groups)
+        )
+
+
+class FusedGroupRouter(Fused):
+    """Softmax of float32 logits over all experts, and the top k within the groups that have the greatest."""
+
+    def forward(self, hidden_states: torch.Tensor):
+        if not (plain(hidden_states) and plain(self.weight) and self._is_known()):
+            return super().forward(hidden_states)
+        x = hidden_states.view(-1, self.hidden_dim)
+        tokens, logits = x.shape[0], float_logits(self, x)
+        scores = torch.empty(tokens, self.top_k, dtype=torch.float32)
+        ids = torch.empty(tokens, self.top_k, dtype=torch.int64)
+        float32 = DTYPES[torch.float32]
+        native._native.softmax_top_k(
+            float32,
+            tokens,
+            self.num_experts,
+            self.top_k,
+            logits.data_ptr(),
+            False,
+            float32,
+            scores.data_ptr(),
+            ids.data_ptr(),
+            *self.groups(),
+            self.routed_scaling_factor,
+            torch.get_num_threads(),
+        )
+        return logits, scores, ids
+
+    def groups(self) -> tuple[int, int]:
+        """How many there are, and how many are chosen from."""
+        return (1, 1) if self.topk_method == "greedy" else (self.num_group, self.topk_group)
+
+    def _is_known(self) -> bool:
+        """Whether weights and settings are such that every choice is one of an expert."""
+        if self.topk_method not in ("greedy", "group_limited_greedy"):
+            return False
+        experts, (groups, chosen) = self.num_experts, self.groups()
+        return (
+            self.weight.dtype is torch.float32
+            and self.weight.shape == (experts, self.hidden_dim)
+            and experts <= MAX_EXPERTS
+            and experts % groups == 0
             and 0 < chosen <= groups
             and 0 < self.top_k <= chosen * (experts // groups)
         )

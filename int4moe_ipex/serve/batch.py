@@ -21,7 +21,7 @@ from int4moe_ipex.backends import native
 from int4moe_ipex.errors import UnsupportedModelError
 from int4moe_ipex.models import attention
 from int4moe_ipex.models.cache import cache_keyword, growing_cache
-from int4moe_ipex.models.fused import FusedLinear, FusedSigmoidRouter, FusedTopKRouter
+from int4moe_ipex.models.fused import FusedGroupRouter, FusedLinear, FusedSigmoidRouter, FusedTopKRouter
 
 # Rows of a matrix product that libraries compute by one and the same kernel; with 6 rows, MKL takes another for the
 # last two.
@@ -60,7 +60,9 @@ def _by_rows(inner: Any) -> Any:
         batch = getattr(_active, "cache", None)
         if batch is None:
             return inner(module, query, key, value, attention_mask, **kwargs)
-        outputs = [inner(module, query[i : i + 1], k, v, None, **kwargs)[0] for i, (k, v) in enumerate(batch.rows)]
+        expand = getattr(module, "expand_kv", lambda k, v: (k, v))  # of caches that keep latents
+        rows = [expand(k, v) for k, v in batch.rows]
+        outputs = [inner(module, query[i : i + 1], k, v, None, **kwargs)[0] for i, (k, v) in enumerate(rows)]
         return torch.cat(outputs), None
 
     attend.inner = inner
@@ -130,13 +132,13 @@ class BatchModel:
 
 def _row_by_row(module: nn.Module, rows: int) -> bool:
     """Whether the native core computes this module for so many rows, each of them by itself."""
-    if not (isinstance(module, FusedLinear | FusedTopKRouter | FusedSigmoidRouter) and attention.available()):
+    wide = isinstance(module, FusedSigmoidRouter | FusedGroupRouter)
+    if not ((wide or isinstance(module, FusedLinear | FusedTopKRouter)) and attention.available()):
         return False
-    sigmoid = isinstance(module, FusedSigmoidRouter)
     return (
-        module.weight.dtype is (torch.float32 if sigmoid else torch.bfloat16)
+        module.weight.dtype is (torch.float32 if wide else torch.bfloat16)
         and module.weight.shape[1] % 32 == 0
-        and rows <= (native._native.decode_rows if sigmoid else native._native.dense_tokens)
+        and rows <= (native._native.decode_rows if wide else native._native.dense_tokens)
     )
 
 
