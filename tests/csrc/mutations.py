@@ -49,6 +49,8 @@ MUTATIONS = (
     Mutation("avx512_attention.cpp", "_mm512_shuffle_f32x4(a, b, 0xdd)", "_mm512_shuffle_f32x4(a, b, 0xcd)", "avx512"),
     Mutation("attention_one.h", "scores[i] = kNone", "scores[i] = 0", "avx2"),
     Mutation("attention_rows.h", "sum = sum * factor +", "sum = sum +", "avx2"),
+    Mutation("avx2_elementwise.cpp", "second[i] = b * c + a * s", "second[i] = b * c - a * s", "avx2"),
+    Mutation("avx2_elementwise.cpp", "greatest(p + g * size, size)", "greatest(p, size)", "avx2"),
     Mutation("avx512_w4a16.cpp", "_mm512_srli_epi32(line, 28)", "_mm512_srli_epi32(line, 27)", "avx512"),
     Mutation("avx512_int16.cpp", "_mm512_srli_epi16(line, 12)", "_mm512_srli_epi16(line, 11)", "avx512"),
     Mutation("avx512_w4a8.cpp", "[b][t], high[b], c)", "[b][t], high[b], a)", "avx512"),
