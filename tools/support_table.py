@@ -23,7 +23,7 @@ from int4moe_ipex.backends.onednn.backend import GROUP_STEP  # noqa: E402
 from int4moe_ipex.backends.select import ANY, TABLE  # noqa: E402
 from int4moe_ipex.checkpoint.refuse import METHODS  # noqa: E402
 from int4moe_ipex.cpu import ISA_FLAGS  # noqa: E402
-from int4moe_ipex.models.families import FAMILIES  # noqa: E402
+from int4moe_ipex.models.families import FAMILIES, REFUSED  # noqa: E402
 
 OUT = ROOT / "docs" / "support.md"
 # A linear of the sizes that published models have.
@@ -114,6 +114,11 @@ def text() -> str:
             "## Model families",
             "",
             ", ".join(f"`{name}`" for name in sorted(FAMILIES)) + ".",
+            "",
+            "Of a checkpoint with an image encoder the language model alone is loaded, and layers of multi-token",
+            "prediction are left unread. Not taken:",
+            "",
+            *(f"- `{name}`: {why}" for name, why in REFUSED.items()),
             "",
             "## Refused by name",
             "",

@@ -137,7 +137,7 @@ def _print(summary: Any) -> None:
     from rich.table import Table
 
     console = _console()
-    support = "" if summary.supported else " (not supported yet)"
+    support = "" if summary.supported else " (not supported)"
     console.print(
         f"[bold]{escape(summary.path)}[/bold]: {summary.model_type}{support}, "
         f"{summary.quant_method or 'not quantized'}, {size(summary.nbytes)}"

@@ -26,14 +26,22 @@ class Family:
         renames: (name in the module tree, name in checkpoints) pairs of substrings; each is one more naming that
             checkpoints of this family use beside the module tree's own.
         projections: the names of gate, up and down inside `experts.E.`, most usual first.
-        ignored: regular expressions (full match) of tensors that this family's checkpoints may carry and the model
-            has no use for, such as the layers of multi-token prediction.
+        ignored: regular expressions, for the start of a name, of tensors that the language model has no use for: layers
+            of multi-token prediction, an image encoder.
+        extra_layers: whether layers of multi-token prediction are stored as decoder layers past the last one.
+        config_type: the model_type whose config class of transformers reads config.json; "" for model_type itself.
+        architecture: the only one in config.json's `architectures` that is taken; "" for any.
+        read_weights: ends of names of linears whose weight transformers' own code looks at: they stay dense.
     """
 
     model_type: str
     renames: tuple[tuple[str, str], ...] = ()
     projections: tuple[tuple[str, str, str], ...] = (GATED_NAMES,)
     ignored: tuple[str, ...] = ()
+    extra_layers: bool = False
+    config_type: str = ""
+    architecture: str = ""
+    read_weights: tuple[str, ...] = ()
 
     def checkpoint_names(self, module: str) -> list[str]:
         """The names that a module of the tree may have in a checkpoint, most usual first."""
@@ -41,33 +49,63 @@ class Family:
         return [*names, module]
 
     def is_ignored(self, tensor: str, num_hidden_layers: int) -> bool:
-        """Whether a tensor may be left unread: rotary tables, and layers past the last decoder layer."""
+        """Whether a tensor may be left unread: rotary tables, what `ignored` says, and layers past the last one."""
         if tensor.endswith(".rotary_emb.inv_freq"):
             return True
-        layer = re.match(r"model\.layers\.(\d+)\.", tensor)
-        if layer and int(layer.group(1)) >= num_hidden_layers and self.model_type in MTP_FAMILIES:
+        layer = re.match(r"(?:language_model\.)?model\.layers\.(\d+)\.", tensor) if self.extra_layers else None
+        if layer and int(layer.group(1)) >= num_hidden_layers:
             return True
-        return any(re.fullmatch(pattern, tensor) for pattern in self.ignored)
+        return any(re.match(pattern, tensor) for pattern in self.ignored)
 
 
-# These publish their multi-token-prediction layers as decoder layers past the last one.
-MTP_FAMILIES = ("deepseek_v3", "glm4_moe")
+_BLOCK = (".mlp.", ".block_sparse_moe.")
+_IN_VLM = (("model.", "model.language_model."),)
+_KIMI = (("model.", "language_model.model."), ("lm_head", "language_model.lm_head"))
+_MIXTRAL_LIKE = (MIXTRAL_NAMES, GATED_NAMES)
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (
         Family("qwen2_moe"),
         Family("qwen3_moe"),
-        Family(
-            "mixtral",
-            renames=((".mlp.", ".block_sparse_moe."),),
-            projections=(MIXTRAL_NAMES, GATED_NAMES),
-        ),
+        Family("mixtral", renames=(_BLOCK,), projections=_MIXTRAL_LIKE),
         Family("olmoe"),
         Family("deepseek_v2"),
-        Family("deepseek_v3"),
-        Family("glm4_moe"),
+        Family("deepseek_v3", extra_layers=True),
+        Family("glm4_moe", extra_layers=True),
+        Family("glm4_moe_lite", extra_layers=True),
+        Family("kimi_k2", extra_layers=True, config_type="deepseek_v3", architecture="DeepseekV3ForCausalLM"),
+        Family("kimi_k25", renames=_KIMI, ignored=(r"vision_tower\.", r"mm_projector\."), extra_layers=True),
+        Family("qwen3_next", ignored=(r"mtp\.",)),
+        Family("qwen3_5_moe", renames=_IN_VLM, ignored=(r"mtp\.", r"model\.visual\.")),
+        Family("qwen3_5_moe_text", renames=_IN_VLM, ignored=(r"mtp\.",)),
+        Family("minimax_m2", renames=(_BLOCK,), projections=_MIXTRAL_LIKE, extra_layers=True),
+        Family("ernie4_5_moe", renames=((".mlp.gate.moe_statics", ".mlp.moe_statics"),), ignored=(r"model\.mtp_",)),
+        Family("dots1"),
+        Family("hunyuan_v1_moe", read_weights=(".gate.wg",)),
+        Family("phimoe", renames=((".mlp.router", ".block_sparse_moe.gate"), _BLOCK), projections=_MIXTRAL_LIKE),
+        Family("lfm2_moe", projections=_MIXTRAL_LIKE),
+        Family(
+            "exaone_moe", renames=((".gate.e_score_correction_bias", ".e_score_correction_bias"),), ignored=(r"mtp\.",)
+        ),
+        Family("solar_open"),
+        Family("flex_olmo"),
+        Family("afmoe"),
+        Family(
+            "mimo_v2_flash",
+            renames=((".self_attn.sinks", ".self_attn.attention_sink_bias"),),
+            ignored=(r"model\.mtp\.",),
+        ),
     )
+}
+
+# Families that are asked for and not taken, and why.
+REFUSED = {
+    "dbrx": "a layer's experts are the rows of one matrix",
+    "granitemoe": "a layer's experts are one tensor in published checkpoints, and no INT4 naming of theirs is known",
+    "granitemoehybrid": "as granitemoe",
+    "llama4": "the router's scores scale what goes into an expert, not what comes out",
+    "longcat_flash": "some of its experts give back their input",
 }
 
 ACTIVATIONS = {
@@ -84,20 +122,24 @@ def family_of(config: Mapping) -> Family:
     """The family of a raw config.json.
 
     Raises:
-        UnsupportedModelError: no model_type, or one that is not in the table.
+        UnsupportedModelError: no model_type, one that is not in the table, or not the architecture that is meant.
     """
     model_type = config.get("model_type")
     if model_type not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
+        why = REFUSED.get(model_type, "it is not guessed, because families differ in routing, naming and activation")
+        raise UnsupportedModelError(f"model_type {model_type!r} is not supported: {why}. Supported families: {known}")
+    family, found = FAMILIES[model_type], config.get("architectures")
+    if family.architecture and found != [family.architecture]:
         raise UnsupportedModelError(
-            f"model_type {model_type!r} is not supported yet; supported families: {known}. It is not guessed, because "
-            "families differ in routing, naming and activation"
+            f"model_type {model_type!r} is supported with the architecture {family.architecture}, and config.json has "
+            f"{found}"
         )
-    return FAMILIES[model_type]
+    return family
 
 
 def activation_of(config: Mapping) -> Activation:
-    """The experts' activation by the config's `hidden_act`.
+    """The experts' activation by the language model's `hidden_act`.
 
     Raises:
         UnsupportedModelError: an activation that no kernel has.

@@ -34,7 +34,7 @@ from int4moe_ipex.models.meta import (
     replace_module,
     tie,
 )
-from int4moe_ipex.models.plan import LoadPlan, build_plan
+from int4moe_ipex.models.plan import LoadPlan, build_plan, own_tensors
 from int4moe_ipex.moe.activations import Activation
 from int4moe_ipex.moe.experts import Int4Experts, StoredExpert
 from int4moe_ipex.moe.linear import Int4Linear, build_linear
@@ -150,9 +150,10 @@ def prepare(path: str | Path, settings: Config, attn_implementation: str | None 
     """Everything that a load decides before it reads or allocates a tensor. Raises what `load` raises for that."""
     checkpoint = Checkpoint.open(path, collect=True)
     family = family_of(checkpoint.config)
-    activation = activation_of(checkpoint.config)
     infos, problems = formats.survey(checkpoint)
-    model = meta_model(hf_config_of(checkpoint.path), getattr(torch, settings.dtype), attn_implementation)
+    hf_config = hf_config_of(checkpoint.path, family)
+    activation = activation_of(hf_config.to_dict())
+    model = meta_model(hf_config, getattr(torch, settings.dtype), attn_implementation)
     plan = build_plan(model, family, checkpoint, infos, problems)
     warnings = [*checkpoint.warnings, *sorted({w for info in infos.values() for w in info.warnings})]
     return Prepared(checkpoint, model, plan, activation, warnings)
@@ -163,12 +164,16 @@ def dense_tensors(
 ) -> Iterator[tuple[str, torch.Tensor, bool]]:
     """Every tensor that is neither int4 nor tied: its name in the model, its value in the dtype that the model holds
     it in, and whether that is a view of the mapped file."""
-    strict = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    wide = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    if dtype is torch.float16:
+        wide |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    made = dict(own_tensors(model))
 
     def held(name: str, value: torch.Tensor) -> torch.Tensor:
         if not value.is_floating_point():
             return value
-        return value.to(torch.float32 if any(pattern in name for pattern in strict) else dtype)
+        # A tensor that its class makes in a dtype of its own keeps that, as in transformers' loader.
+        return value.to(torch.float32 if any(pattern in name for pattern in wide) else made[name].dtype)
 
     for name, stored in plan.tensors.items():
         if name not in plan.tied:

@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from int4moe_ipex.errors import UnsupportedModelError
+from int4moe_ipex.models.families import Family
+
 
 def meta_device() -> torch.device:
     """torch's meta device, for `with meta_device():` around the construction of a transformers model.
@@ -20,11 +23,18 @@ def meta_device() -> torch.device:
     return torch.device("meta")
 
 
-def hf_config_of(path: Path) -> Any:
-    """transformers' config of a folder, without what it says of quantization."""
-    from transformers import AutoConfig
+def hf_config_of(path: Path, family: Family) -> Any:
+    """transformers' config of a folder's language model, without what it says of quantization.
 
-    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    Raises:
+        UnsupportedModelError: this release of transformers has no such model.
+    """
+    import transformers
+
+    model_type = family.config_type or family.model_type
+    if model_type not in transformers.CONFIG_MAPPING:
+        raise UnsupportedModelError(f"transformers {transformers.__version__} has no {model_type}: a later one may")
+    config = transformers.CONFIG_MAPPING[model_type].from_pretrained(path, local_files_only=True).get_text_config()
     # transformers would look for a quantizer of its own; the formats are translated here instead.
     if hasattr(config, "quantization_config"):
         del config.quantization_config

@@ -5,14 +5,14 @@ Every problem (a missing, unknown, duplicated or mis-shaped tensor) is known her
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from int4moe_ipex.checkpoint.files import Checkpoint
-from int4moe_ipex.errors import MissingTensorsError
+from int4moe_ipex.errors import MissingTensorsError, UnsupportedModelError
 from int4moe_ipex.formats.base import LinearInfo
 from int4moe_ipex.models.families import Family
 
@@ -43,10 +43,29 @@ class LoadPlan:
     tied: list[str] = field(default_factory=list)
 
 
+# What transformers says of experts that compute down(act(gate(x)) * up(x)), gate's rows before up's.
+PLAIN = {
+    "has_gate": True,
+    "has_bias": False,
+    "is_transposed": False,
+    "is_concatenated": True,
+    "has_post_expert_norm": False,
+}
+
+
 def is_experts(module: nn.Module) -> bool:
-    """Whether a module is transformers' collection of fused experts (3-D gate_up_proj and down_proj)."""
+    """Whether a module is transformers' collection of fused experts (3-D gate_up_proj and down_proj).
+
+    Raises:
+        UnsupportedModelError: one that computes something else than this package's experts do.
+    """
     gate_up, down = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)
-    return all(isinstance(p, nn.Parameter) and p.dim() == 3 for p in (gate_up, down))
+    if not all(isinstance(p, nn.Parameter) and p.dim() == 3 for p in (gate_up, down)):
+        return False
+    other = [name for name, value in PLAIN.items() if getattr(module, name, value) != value]
+    if other:
+        raise UnsupportedModelError(f"{type(module).__name__}: not experts of a known kind ({', '.join(other)})")
+    return True
 
 
 def build_plan(
@@ -72,9 +91,9 @@ def build_plan(
         if is_experts(module):
             planner.add_experts(name, module)
             owned.add(name)
-        elif isinstance(module, nn.Linear) and planner.add_linear(name, module):
+        elif type(module) is nn.Linear and planner.add_linear(name, module):
             owned.add(name)
-    for name, tensor in _own_tensors(model):
+    for name, tensor in own_tensors(model):
         if name.rpartition(".")[0] not in owned:
             planner.add_tensor(name, tensor, model.config)
     planner.find_unknown(layers)
@@ -83,7 +102,8 @@ def build_plan(
     return planner.plan
 
 
-def _own_tensors(model: nn.Module):
+def own_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters and buffers that a checkpoint stores, by name."""
     yield from model.named_parameters(remove_duplicate=False)
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
@@ -154,10 +174,12 @@ class _Planner:
     def add_linear(self, name: str, module: nn.Linear) -> bool:
         """Plans a quantized linear; a dense one is left to `add_tensor`, parameter by parameter."""
         info = self._info(name)
-        if info is None or info.format == "dense":
+        if info is None or info.format == "dense" or name.endswith(self.family.read_weights):
             return False
         self.use(info)
         self._check_shape(info, (module.out_features, module.in_features))
+        if module.bias is not None and not info.has_bias:
+            self.problems.append(f"{info.name}.bias: missing")
         self.plan.linears.append((name, info))
         return True
 

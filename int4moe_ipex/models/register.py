@@ -67,7 +67,8 @@ def is_ours(path: Any) -> bool:
     for name in ("quantization_config.json", "quantize_config.json"):
         if (folder / name).exists():
             return True
-    return (config.get("quantization_config") or {}).get("quant_method") in OURS
+    holders = (config, config.get("text_config") or {})
+    return any((holder.get("quantization_config") or {}).get("quant_method") in OURS for holder in holders)
 
 
 def translate(kwargs: dict[str, Any]) -> dict[str, Any]:

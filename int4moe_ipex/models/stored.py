@@ -27,7 +27,7 @@ from int4moe_ipex.backends.select import Wish, choose
 from int4moe_ipex.config import Config
 from int4moe_ipex.cpu import CpuFeatures, detect
 from int4moe_ipex.errors import BackendError, ConfigError, StoreError
-from int4moe_ipex.models.families import activation_of
+from int4moe_ipex.models.families import activation_of, family_of
 from int4moe_ipex.models.loader import MAPPED, LoadReport, Progress, dense_tensors, finish, naming, prepare
 from int4moe_ipex.models.meta import fill_computed_buffers, hf_config_of, meta_model, put_tensor, replace_module, tie
 from int4moe_ipex.moe.activations import Activation
@@ -206,8 +206,9 @@ def open_store(
     for layout in store.manifest["layouts"]:
         check_layout(store, layout)
     settings = _with_dtype_of(store, settings)
-    model = meta_model(hf_config_of(store.path), getattr(torch, settings.dtype), attn_implementation)
-    opener = _Opener(store, settings, activation_of(store.files.config))
+    hf_config = hf_config_of(store.path, family_of(store.files.config))
+    model = meta_model(hf_config, getattr(torch, settings.dtype), attn_implementation)
+    opener = _Opener(store, settings, activation_of(hf_config.to_dict()))
     modules = store.manifest["modules"]
     for number, (name, record) in enumerate(modules.items(), 1):
         bands = settings.bands(name)

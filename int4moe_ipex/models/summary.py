@@ -88,7 +88,7 @@ def summarize(path: str | Path) -> Summary:
         problems=list(checkpoint.problems),
     )
     if not summary.supported:
-        summary.problems.append(f"model_type {model_type!r} is not supported yet")
+        summary.problems.append(f"model_type {model_type!r} is not supported")
     try:
         infos = formats.describe(checkpoint)
     except MissingTensorsError as error:

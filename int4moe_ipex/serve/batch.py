@@ -115,7 +115,8 @@ class BatchModel:
         model.config._attn_implementation = attention.ROWS
         fixed = FixedRows(-(-rows // ROW_BLOCK) * ROW_BLOCK)
         for module in model.modules():
-            dense = isinstance(module, nn.Linear) or type(module).__name__.endswith("Router")
+            router = type(module).__name__.endswith("Router") and "weight" in module._parameters
+            dense = isinstance(module, nn.Linear) or router
             if dense and not _row_by_row(module, rows):
                 fixed.attach(module)
 

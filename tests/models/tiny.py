@@ -6,6 +6,7 @@ The stock model's weights are set to (q - 8) * s, so that its logits are what th
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -29,38 +30,115 @@ COMMON = {
 MLA = {"kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 16}
 DEEPSEEK = {"n_routed_experts": 8, "n_shared_experts": 2, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1}
 
-# family -> configuration, and how its checkpoints name an expert's projections (gate, up, down)
-FAMILIES: dict[str, tuple[dict, str, tuple[str, str, str]]] = {
-    "qwen2_moe": (
-        {"num_experts": 4, "shared_expert_intermediate_size": 32, "mlp_only_layers": [0]},
-        "mlp.experts",
-        ("gate_proj", "up_proj", "down_proj"),
+GDN = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+SHARED = {"num_experts": 4, "head_dim": 16, "shared_expert_intermediate_size": 32}
+GATED = ("gate_proj", "up_proj", "down_proj")
+MIXTRAL = ("w1", "w3", "w2")
+BLOCK = (".mlp.", ".block_sparse_moe.")
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """A family's tiny model, and how its published checkpoints name what transformers' module tree names.
+
+    Attributes:
+        config: fields of the configuration.
+        renames: (in the module tree, in checkpoints), replaced one after the other in every name.
+        names: of an expert's gate, up and down.
+        stock: the model_type of the language model in transformers, where it is another.
+        holder: fields of a config.json around the language model's, which is its text_config.
+        unread: names of stored tensors that the language model has no use for.
+        renamed_type: the language model's own model_type in config.json, where transformers' is another.
+    """
+
+    config: dict
+    renames: tuple[tuple[str, str], ...] = ()
+    names: tuple[str, str, str] = GATED
+    stock: str = ""
+    holder: dict | None = None
+    unread: tuple[str, ...] = ()
+    renamed_type: str = ""
+
+
+FAMILIES: dict[str, Tiny] = {
+    "qwen2_moe": Tiny({"num_experts": 4, "shared_expert_intermediate_size": 32, "mlp_only_layers": [0]}),
+    "qwen3_moe": Tiny({"num_experts": 4, "head_dim": 16}),
+    "mixtral": Tiny({"num_local_experts": 4}, (BLOCK,), MIXTRAL),
+    "olmoe": Tiny({"num_experts": 4}),
+    "deepseek_v2": Tiny(DEEPSEEK | MLA | {"topk_method": "group_limited_greedy", "num_key_value_heads": 4}),
+    "deepseek_v3": Tiny(DEEPSEEK | MLA | {"num_key_value_heads": 4}, unread=("model.layers.9.eh_proj.weight",)),
+    "glm4_moe": Tiny(DEEPSEEK | {"head_dim": 16}, unread=("model.layers.9.eh_proj.weight",)),
+    "glm4_moe_lite": Tiny(DEEPSEEK | MLA | {"num_key_value_heads": 4}, unread=("model.layers.9.eh_proj.weight",)),
+    "kimi_k2": Tiny(DEEPSEEK | MLA | {"num_key_value_heads": 4}, stock="deepseek_v3", renamed_type="kimi_k2"),
+    "kimi_k25": Tiny(
+        DEEPSEEK | MLA | {"num_key_value_heads": 4},
+        (("model.", "language_model.model."), ("lm_head.", "language_model.lm_head.")),
+        stock="deepseek_v3",
+        holder={"architectures": ["KimiK25ForConditionalGeneration"]},
+        unread=("vision_tower.patch_embed.proj.weight", "mm_projector.proj.0.weight"),
+        renamed_type="kimi_k2",
     ),
-    "qwen3_moe": ({"num_experts": 4, "head_dim": 16}, "mlp.experts", ("gate_proj", "up_proj", "down_proj")),
-    "mixtral": ({"num_local_experts": 4}, "block_sparse_moe.experts", ("w1", "w3", "w2")),
-    "olmoe": ({"num_experts": 4}, "mlp.experts", ("gate_proj", "up_proj", "down_proj")),
-    "deepseek_v2": (
-        DEEPSEEK | MLA | {"topk_method": "group_limited_greedy", "num_key_value_heads": 4},
-        "mlp.experts",
-        ("gate_proj", "up_proj", "down_proj"),
+    "qwen3_next": Tiny(SHARED | GDN, unread=("mtp.fc.weight", "mtp.layers.0.mlp.experts.0.up_proj.weight")),
+    "qwen3_5_moe": Tiny(
+        SHARED | GDN,
+        (("model.", "model.language_model."),),
+        stock="qwen3_5_moe_text",
+        holder={"architectures": ["Qwen3_5MoeForConditionalGeneration"]},
+        unread=("mtp.fc.weight", "model.visual.patch_embed.proj.weight"),
     ),
-    "deepseek_v3": (DEEPSEEK | MLA | {"num_key_value_heads": 4}, "mlp.experts", ("gate_proj", "up_proj", "down_proj")),
-    "glm4_moe": (DEEPSEEK | {"head_dim": 16}, "mlp.experts", ("gate_proj", "up_proj", "down_proj")),
+    "qwen3_5_moe_text": Tiny(SHARED | GDN, unread=("mtp.fc.weight",)),
+    "minimax_m2": Tiny({"num_local_experts": 4, "head_dim": 16, "intermediate_size": 32}, (BLOCK,), MIXTRAL),
+    "ernie4_5_moe": Tiny(
+        {"moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1, "moe_layer_start_index": 1},
+        ((".gate.moe_statics.", ".moe_statics."),),
+        unread=("model.mtp_linear_proj.0.weight", "model.mtp_block.0.mlp.up_proj.weight"),
+    ),
+    "dots1": Tiny(DEEPSEEK),
+    "hunyuan_v1_moe": Tiny({"num_experts": 4, "moe_topk": 2, "head_dim": 16}),
+    "phimoe": Tiny({"num_local_experts": 4}, ((".mlp.router.", ".mlp.gate."), BLOCK), MIXTRAL),
+    "lfm2_moe": Tiny(
+        {"num_experts": 4, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1}, names=MIXTRAL
+    ),
+    "exaone_moe": Tiny(
+        {"num_experts": 8, "n_group": 2, "topk_group": 1, "num_shared_experts": 1, "head_dim": 16},
+        ((".gate.e_score", ".e_score"),),
+        unread=("mtp.fc.weight",),
+    ),
+    "solar_open": Tiny(DEEPSEEK | {"head_dim": 16}),
+    "flex_olmo": Tiny({"num_experts": 4}),
+    "afmoe": Tiny({"num_experts": 4, "head_dim": 16, "num_dense_layers": 1}),
+    "mimo_v2_flash": Tiny(
+        DEEPSEEK | {"head_dim": 16, "v_head_dim": 16},
+        ((".self_attn.sinks", ".self_attn.attention_sink_bias"),),
+        unread=("model.mtp.layers.0.eh_proj.weight",),
+    ),
 }
 GROUP = 16
+# Linears that quantizers leave dense.
+DENSE = ("lm_head", "shared_expert_gate", ".gate", ".gate.wg", ".router", "in_proj_ba", "in_proj_a", "in_proj_b")
+ROUTERS = (".gate", ".gate.wg", ".router")
 
 
 def stock_model(family: str, **changes) -> torch.nn.Module:
     """A random float32 model of the family whose linears (but for head and routers) are exactly int4."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **{**COMMON, **FAMILIES[family][0], **changes})
+    tiny = FAMILIES[family]
+    config = AutoConfig.for_model(tiny.stock or family, **{**COMMON, **tiny.config, **changes})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
-            buffer.uniform_(-0.1, 0.1)
-    for name, parameter in model.named_parameters():
+    for name, tensor in [*model.named_buffers(), *model.named_parameters()]:
+        if name.endswith(("e_score_correction_bias", "expert_bias", "sinks")):
+            torch.nn.init.uniform_(tensor, -0.1, 0.1)
         if name.endswith("proj.bias"):
-            torch.nn.init.uniform_(parameter, -0.5, 0.5)
+            torch.nn.init.uniform_(tensor, -0.5, 0.5)
+        if name.endswith("norm.weight"):
+            with torch.no_grad():
+                tensor += torch.empty_like(tensor).uniform_(-0.2, 0.2)
     return model
 
 
@@ -95,44 +173,60 @@ class _Writer:
         return (codes - 8).float() * scales.repeat_interleave(GROUP, dim=1)
 
 
-def write_checkpoint(model: torch.nn.Module, family: str, folder: Path, router: bool = False, naming=None) -> None:
+def write_checkpoint(
+    model: torch.nn.Module, family: str, folder: Path, router: bool = False, naming=None, dense: bool = False
+) -> None:
     """Writes the model as a compressed-tensors checkpoint and sets its weights to what was written.
 
-    router: quantize the routers too. naming: (experts' name, (gate, up, down)) in place of the family's own.
+    router: quantize the routers too. naming: (renames, (gate, up, down)) in place of the family's own. dense: store the
+    weights as they are.
     """
-    _, experts_name, names = (None, *naming) if naming else FAMILIES[family]
+    tiny = FAMILIES[family]
+    renames, names = naming or (tiny.renames, tiny.names)
     writer = _Writer()
+
+    def rename(name: str) -> str:
+        for tree, stored in renames:
+            name = name.replace(tree, stored)
+        return name
+
+    def linear(name: str, weight: torch.Tensor) -> torch.Tensor:
+        if not dense:
+            return writer.int4(name, weight)
+        writer.tensors[f"{name}.weight"] = weight.clone()
+        return weight
+
     done = set()
     with torch.no_grad():
         for name, module in model.named_modules():
             if hasattr(module, "gate_up_proj"):
-                stored = name.replace("mlp.experts", experts_name)
                 for e in range(module.gate_up_proj.shape[0]):
-                    gate, up = module.gate_up_proj[e].chunk(2)
-                    module.gate_up_proj[e] = torch.cat(
-                        (writer.int4(f"{stored}.{e}.{names[0]}", gate), writer.int4(f"{stored}.{e}.{names[1]}", up))
-                    )
-                    module.down_proj[e] = writer.int4(f"{stored}.{e}.{names[2]}", module.down_proj[e])
+                    prefixes = [f"{rename(name)}.{e}.{projection}" for projection in names]
+                    parts = (*module.gate_up_proj[e].chunk(2), module.down_proj[e])
+                    gate, up, down = (linear(*pair) for pair in zip(prefixes, parts))
+                    module.gate_up_proj[e], module.down_proj[e] = torch.cat((gate, up)), down
                 done |= {f"{name}.gate_up_proj", f"{name}.down_proj"}
-            elif isinstance(module, torch.nn.Linear) and not name.endswith(("lm_head", "shared_expert_gate")):
-                module.weight.copy_(writer.int4(name, module.weight))
+            elif isinstance(module, torch.nn.Linear) and not name.endswith(DENSE):
+                module.weight.copy_(linear(rename(f"{name}.")[:-1], module.weight))
                 done.add(f"{name}.weight")
-            elif router and name.endswith(".gate"):
-                module.weight.copy_(writer.int4(_stored(name, experts_name), module.weight))
+            elif router and name.endswith(ROUTERS) and hasattr(module, "weight"):
+                module.weight.copy_(writer.int4(rename(f"{name}.")[:-1], module.weight))
                 done.add(f"{name}.weight")
         tied = model.config.tie_word_embeddings
         for name, tensor in model.state_dict().items():
             if name not in done and not (tied and name == "lm_head.weight"):
-                writer.tensors[_stored(name, experts_name)] = tensor.contiguous().clone()
+                writer.tensors[rename(name)] = tensor.contiguous().clone()
+    writer.tensors |= {name: torch.zeros(4, 4) for name in tiny.unread}
     folder.mkdir(parents=True, exist_ok=True)
     save_file(writer.tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config = model.config.to_dict() | {"quantization_config": QUANTIZATION, "architectures": [type(model).__name__]}
+    config = model.config.to_dict() | {"architectures": [type(model).__name__]}
+    if tiny.renamed_type:
+        config["model_type"] = tiny.renamed_type
+    if tiny.holder is not None:
+        config = {"model_type": family, "text_config": config, **tiny.holder}
+    if not dense:
+        config["quantization_config"] = QUANTIZATION
     (folder / "config.json").write_text(json.dumps(config, default=str))
-
-
-def _stored(name: str, experts_name: str) -> str:
-    block = experts_name.rpartition(".")[0]
-    return name.replace(".mlp.gate", f".{block}.gate")
 
 
 QUANTIZATION = {
