@@ -24,7 +24,8 @@ class Fused:
         return type(f"Fused{cls.__name__}", (fusion, cls), {"__module__": fusion.__module__})
 
     def __getstate__(self) -> dict[str, Any]:
-        return dict(vars(self))
+        """For copies of any sort, which find out by themselves what is kept of other modules and tensors."""
+        return {name: value for name, value in vars(self).items() if name not in ("_plan", "_tables", "_heads")}
 
     def __reduce_ex__(self, protocol: int) -> Any:
         """Copies and pickles name the two classes: the one made of them can be found nowhere."""

@@ -74,10 +74,6 @@ class FusedDecoder(Fused):
         # It keeps the name: transformers looks up by it which outputs a model can record.
         return type(cls.__name__, (fusion, cls), {"__module__": cls.__module__, "__qualname__": cls.__qualname__})
 
-    def __getstate__(self) -> dict[str, Any]:
-        """For copies of any sort, which make plans of their own."""
-        return {name: value for name, value in vars(self).items() if name != "_plan"}
-
     def forward(
         self,
         input_ids=None,

@@ -114,7 +114,8 @@ class FusedAttention(Fused):
             and cos.dim() == 3
             and cos.shape[1] == hidden_states.shape[1]
             and cos.shape[0] in (1, hidden_states.shape[0])
-            and plain(hidden_states, cos, sin)
+            and plain(hidden_states, cos, sin, *self._norm_weights())
+            and plain(hidden_states, query := self.q_proj(hidden_states), key := self.k_proj(hidden_states))
         ):
             return super().forward(
                 hidden_states=hidden_states,
@@ -128,8 +129,8 @@ class FusedAttention(Fused):
         cache = kwargs.pop("past_key_values", cache)
         shape = hidden_states.shape[:-1]
         heads = (*shape, -1, self.head_dim)
-        query = self._rotated(self.q_proj(hidden_states), "q_norm", cos, sin).view(heads).transpose(1, 2)
-        key = self._rotated(self.k_proj(hidden_states), "k_norm", cos, sin).view(heads).transpose(1, 2)
+        query = self._rotated(query, "q_norm", cos, sin).view(heads).transpose(1, 2)
+        key = self._rotated(key, "k_norm", cos, sin).view(heads).transpose(1, 2)
         value = self.v_proj(hidden_states).view(heads).transpose(1, 2)
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
@@ -145,6 +146,9 @@ class FusedAttention(Fused):
             **kwargs,
         )
         return self.o_proj(out.reshape(*shape, -1)), weights
+
+    def _norm_weights(self) -> list[torch.Tensor]:
+        return [norm.weight for norm in (getattr(self, n, None) for n in ("q_norm", "k_norm")) if norm is not None]
 
     def _is_known(self) -> bool:
         """Whether the settings that the class has of its own are those that this computes."""

@@ -18,6 +18,7 @@ from int4moe_ipex.canonical import CanonicalWeight, Weight
 from int4moe_ipex.cpu import CpuFeatures
 from int4moe_ipex.errors import BackendError
 from int4moe_ipex.moe.activations import Activation
+from int4moe_ipex.moe.gradients import refuse_gradients
 from int4moe_ipex.moe.linear import build_linear
 from int4moe_ipex.moe.routing import check_routing, run_grouped
 
@@ -100,7 +101,8 @@ class ExpertsPack:
     def forward(self, x: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         if self.local is not None:
             top_k_index = self.local[top_k_index.long() + 1]
-        return self.choice.backend.experts_forward(self.packed, x, top_k_index, top_k_weights)
+        y = self.choice.backend.experts_forward(self.packed, x, top_k_index, top_k_weights)
+        return refuse_gradients(y, x, top_k_weights)
 
 
 class ComposedExpert(nn.Module):

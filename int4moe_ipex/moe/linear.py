@@ -10,6 +10,7 @@ from int4moe_ipex.backends.base import LinearSpec, LinearWeights, Packed, RunCon
 from int4moe_ipex.backends.select import Choice, Wish, choose
 from int4moe_ipex.canonical import CanonicalWeight, Weight
 from int4moe_ipex.cpu import CpuFeatures
+from int4moe_ipex.moe.gradients import refuse_gradients
 
 
 class Int4Linear(nn.Module):
@@ -26,7 +27,7 @@ class Int4Linear(nn.Module):
         self.packed = packed
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.backend.linear_forward(self.packed, x)
+        return refuse_gradients(self.backend.linear_forward(self.packed, x), x)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, path={self.packed.path}"

@@ -15,6 +15,7 @@ from int4moe_ipex.backends.native.packed import check_buffer, experts_handle, li
 from int4moe_ipex.backends.native.run import run_experts, run_linear
 from int4moe_ipex.errors import BackendError
 from int4moe_ipex.moe.activations import Activation
+from int4moe_ipex.moe.gradients import no_gradient
 from int4moe_ipex.packing.layout import NativeLayout
 
 _library = torch.library.Library("int4moe", "DEF")
@@ -78,6 +79,8 @@ _library.impl("experts", _experts, "CPU")
 _library.impl("linear", _linear, "CPU")
 torch.library.register_fake("int4moe::experts", _experts_fake, lib=_library)
 torch.library.register_fake("int4moe::linear", _linear_fake, lib=_library)
+for _name in ("experts", "linear"):
+    torch.library.register_autograd(f"int4moe::{_name}", no_gradient, lib=_library)
 
 
 def call_experts(packed, x: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
