@@ -19,10 +19,9 @@ import torch
 from safetensors.torch import save_file
 
 from int4moe_ipex.errors import ConfigError
+from int4moe_ipex.models.families import FAMILIES, Family
 
 FORMATS = ("gptq", "awq", "compressed-tensors")
-# checkpoint names of (gate, up, down) where they are not those of the model's modules
-MIXTRAL_NAMES = ("w1", "w3", "w2")
 CODE_STD = math.sqrt((16**2 - 1) / 12)  # of a uniform 4-bit code
 
 
@@ -162,31 +161,30 @@ def _filled(word: int, *shape: int) -> torch.Tensor:
 
 def _dense_gain(name: str, layers: int) -> float:
     """Row norms keep the residual stream near unit size: what adds to it is divided by sqrt(2 layers)."""
-    adds = name.endswith(("o_proj", "down_proj", "w2"))
+    adds = name.endswith(("o_proj", "out_proj", "down_proj", "w2"))
     return 1 / math.sqrt(2 * layers) if adds else 1.0
 
 
-def _tensors(model: torch.nn.Module, config, scheme: Scheme, source: _Source) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors(
+    model: torch.nn.Module, family: Family, scheme: Scheme, source: _Source
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor of the checkpoint, in the order of the model's modules, under its published name."""
-    layers = config.num_hidden_layers
-    mixtral = config.model_type == "mixtral"
+    layers = model.config.num_hidden_layers
     quantized = set(_quantized_linears(model, scheme))
 
     def order(k: int) -> torch.Tensor | None:
         group = k if scheme.group_size == -1 else scheme.group_size
         return source.groups(k, group) if scheme.act_order else None
 
-    def rename(name: str) -> str:
-        return name.replace(".mlp.", ".block_sparse_moe.") if mixtral else name
-
     for key, meta in model.state_dict().items():
         module, _, leaf = key.rpartition(".")
+        stored = family.checkpoint_names(key)[0]
         if leaf == "gate_up_proj" and meta.dim() == 3:
             num_experts, double, hidden = meta.shape
             intermediate = double // 2
-            gate, up, down = MIXTRAL_NAMES if mixtral else ("gate_proj", "up_proj", "down_proj")
+            gate, up, down = family.projections[0]
             for expert in range(num_experts):
-                prefix = f"{rename(module)}.{expert}"
+                prefix = f"{family.checkpoint_names(module)[0]}.{expert}"
                 shared, own = order(hidden), order(intermediate)
                 yield from _linear(source, scheme, f"{prefix}.{gate}", intermediate, hidden, 1.0, shared)
                 again = None if shared is None else shared.clone()  # safetensors refuses two names for one memory
@@ -197,21 +195,46 @@ def _tensors(model: torch.nn.Module, config, scheme: Scheme, source: _Source) ->
             continue
         elif leaf == "weight" and module in quantized:
             n, k = meta.shape
-            yield from _linear(source, scheme, rename(module), n, k, _dense_gain(module, layers), order(k))
+            name = stored.removesuffix(".weight")
+            yield from _linear(source, scheme, name, n, k, _dense_gain(module, layers), order(k))
         elif meta.dim() == 1:
-            fill = torch.ones if "norm" in module else torch.zeros
-            yield rename(key), fill(meta.shape, dtype=source.dtype)
+            yield stored, _vector(model, module, leaf, meta.shape).to(source.dtype)
         else:
             std = 0.02 if "embed" in key else 1 / math.sqrt(meta.shape[-1])
-            yield rename(key), source.normal(std, *meta.shape)
+            yield stored, source.normal(std, *meta.shape)
+
+
+def _vector(model: torch.nn.Module, module: str, leaf: str, shape: torch.Size) -> torch.Tensor:
+    """A norm's weight, a bias or a module's own vector as transformers initialises it: some norms are about zero."""
+    owner = model.get_submodule(module)
+    own = dict(owner.named_parameters(recurse=False))
+    if leaf not in own or any(tensor.dim() > 1 for tensor in own.values()):
+        return torch.zeros(shape)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        owner.to_empty(device="cpu", recurse=False)
+        model._init_weights(owner)
+    return owner.get_parameter(leaf).detach()
 
 
 def _quantized_linears(model: torch.nn.Module, scheme: Scheme) -> Iterator[str]:
     """The linears outside the routed experts that int4 checkpoints quantize: all but gates, and the head on request."""
-    dense = r"(^|\.)(gate|shared_expert_gate)$" if scheme.head else r"(^|\.)(lm_head|gate|shared_expert_gate)$"
+    dense = r"(^|\.)(gate|wg|router|shared_expert_gate|in_proj_(ba|b|a)%s)$" % ("" if scheme.head else "|lm_head")
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Linear) and not re.search(dense, name):
             yield name
+
+
+def _dense_modules(model: torch.nn.Module, family: Family, scheme: Scheme) -> list[str]:
+    """Routers, gates and the head where they are not quantized, by their names in the checkpoint."""
+    quantized = set(_quantized_linears(model, scheme))
+    return [
+        family.checkpoint_names(name)[0]
+        for name, module in model.named_modules()
+        if name not in quantized
+        and not isinstance(module, torch.nn.Embedding)
+        and getattr(module._parameters.get("weight"), "ndim", 0) == 2
+    ]
 
 
 def _write_tokenizer(path: Path, vocab_size: int) -> None:
@@ -303,21 +326,19 @@ def write_checkpoint(
         fields["num_hidden_layers"] = layers
         if "first_k_dense_replace" in fields:
             fields["first_k_dense_replace"] = min(fields["first_k_dense_replace"], max(layers - 1, 0))
-    hf_config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    model_type = fields.pop("model_type")
+    family = FAMILIES[model_type]
+    hf_config = AutoConfig.for_model(family.config_type or model_type, **fields)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(hf_config)
     path.mkdir(parents=True, exist_ok=True)
     for stale in (*path.glob("*.safetensors"), *path.glob("*.index.json")):
         stale.unlink()
-    written = hf_config.to_dict()
-    written |= {"architectures": [type(model).__name__], "dtype": str(dtype).removeprefix("torch.")}
-    dense = [n for n, m in model.named_modules() if n.endswith(("mlp.gate", "shared_expert_gate"))]
-    dense += [] if scheme.head else ["lm_head"]
-    if hf_config.model_type == "mixtral":
-        dense = [name.replace(".mlp.", ".block_sparse_moe.") for name in dense]
-    written["quantization_config"] = scheme.quantization_config(dense)
+    written = hf_config.to_dict() | {"model_type": model_type, "architectures": [type(model).__name__]}
+    written["dtype"] = str(dtype).removeprefix("torch.")
+    written["quantization_config"] = scheme.quantization_config(_dense_modules(model, family, scheme))
     shards = _Shards(path, shard_bytes)
-    for name, tensor in _tensors(model, hf_config, scheme, _Source(seed, dtype)):
+    for name, tensor in _tensors(model, family, scheme, _Source(seed, dtype)):
         shards.add(name, tensor)
     shards.close()
     _write_tokenizer(path, hf_config.vocab_size)

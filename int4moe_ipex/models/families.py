@@ -80,6 +80,14 @@ FAMILIES: dict[str, Family] = {
         Family("qwen3_5_moe", renames=_IN_VLM, ignored=(r"mtp\.", r"model\.visual\.")),
         Family("qwen3_5_moe_text", renames=_IN_VLM, ignored=(r"mtp\.",)),
         Family("minimax_m2", renames=(_BLOCK,), projections=_MIXTRAL_LIKE, extra_layers=True),
+        Family(
+            "minimax",  # what MiniMax-M2 calls itself in some config.json files; MiniMax-Text-01 does too
+            renames=(_BLOCK,),
+            projections=_MIXTRAL_LIKE,
+            extra_layers=True,
+            config_type="minimax_m2",
+            architecture="MiniMaxM2ForCausalLM",
+        ),
         Family("ernie4_5_moe", renames=((".mlp.gate.moe_statics", ".mlp.moe_statics"),), ignored=(r"model\.mtp_",)),
         Family("dots1"),
         Family("hunyuan_v1_moe", read_weights=(".gate.wg",)),

@@ -34,7 +34,9 @@ def hf_config_of(path: Path, family: Family) -> Any:
     model_type = family.config_type or family.model_type
     if model_type not in transformers.CONFIG_MAPPING:
         raise UnsupportedModelError(f"transformers {transformers.__version__} has no {model_type}: a later one may")
-    config = transformers.CONFIG_MAPPING[model_type].from_pretrained(path, local_files_only=True).get_text_config()
+    config_class = transformers.CONFIG_MAPPING[model_type]
+    fields, _ = config_class.get_config_dict(path, local_files_only=True)
+    config = config_class.from_dict(fields | {"model_type": model_type}).get_text_config()
     # transformers would look for a quantizer of its own; the formats are translated here instead.
     if hasattr(config, "quantization_config"):
         del config.quantization_config

@@ -8,9 +8,11 @@ import pytest
 import torch
 from safetensors import safe_open
 
+import int4moe_ipex
 from int4moe_ipex.bench.shapes import LAYERS, MODELS, layer_shape, model_config
 from int4moe_ipex.bench.synthetic import Scheme, write_checkpoint
 from int4moe_ipex.errors import ConfigError
+from tests.models.tiny import COMMON, FAMILIES
 
 TINY = {
     "model_type": "qwen3_moe",
@@ -73,8 +75,6 @@ HEADS = {"gptq": "lm_head.qweight", "compressed-tensors": "lm_head.weight_packed
 
 @pytest.mark.parametrize("format, tensor", HEADS.items())
 def test_a_quantized_head_loads_as_int4(tmp_path, format, tensor):
-    import int4moe_ipex
-
     write_checkpoint(tmp_path, TINY | {"vocab_size": 304}, Scheme(format, 32, head=True))
     tensors = read(tmp_path)
     assert tensor in tensors and "lm_head.weight" not in tensors
@@ -113,6 +113,34 @@ def test_mixtral_has_its_published_names(tmp_path):
     tensors = read(tmp_path)
     assert tensors["model.layers.0.block_sparse_moe.experts.3.w2.qweight"].shape == (16, 64)
     assert "model.layers.0.block_sparse_moe.gate.weight" in tensors
+
+
+# family -> a tensor that only the published names have
+PUBLISHED = {
+    "minimax_m2": "model.layers.1.block_sparse_moe.experts.3.w2.qweight",
+    "kimi_k2": "model.layers.1.mlp.experts.7.down_proj.qweight",
+    "qwen3_next": "model.layers.0.linear_attn.in_proj_qkvz.qweight",
+    "phimoe": "model.layers.0.block_sparse_moe.gate.weight",
+    "mimo_v2_flash": "model.layers.1.self_attn.attention_sink_bias",
+}
+
+
+@pytest.mark.parametrize("family", [family for family, tiny in FAMILIES.items() if tiny.holder is None])
+def test_every_family_loads_and_is_finite(tmp_path, family):
+    config = COMMON | FAMILIES[family].config | {"vocab_size": 304, "model_type": family}
+    write_checkpoint(tmp_path, config, Scheme("gptq", 16))
+    model = int4moe_ipex.load(tmp_path, backend="reference", dtype="float32")
+    with torch.inference_mode():
+        logits = model(input_ids=torch.tensor([[1, 5, 9, 33]])).logits
+    assert 0.01 < logits.std() < 100
+
+
+@pytest.mark.parametrize("family, tensor", PUBLISHED.items())
+def test_published_names(tmp_path, family, tensor):
+    config = COMMON | FAMILIES[family].config | {"vocab_size": 304, "model_type": family}
+    write_checkpoint(tmp_path, config, Scheme("gptq", 16))
+    assert tensor in read(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == family
 
 
 def test_any_id_of_the_vocabulary_decodes(tmp_path):

@@ -94,6 +94,13 @@ FAMILIES: dict[str, Tiny] = {
     ),
     "qwen3_5_moe_text": Tiny(SHARED | GDN, unread=("mtp.fc.weight",)),
     "minimax_m2": Tiny({"num_local_experts": 4, "head_dim": 16, "intermediate_size": 32}, (BLOCK,), MIXTRAL),
+    "minimax": Tiny(
+        {"num_local_experts": 4, "head_dim": 16, "intermediate_size": 32},
+        (BLOCK,),
+        MIXTRAL,
+        stock="minimax_m2",
+        renamed_type="minimax",
+    ),
     "ernie4_5_moe": Tiny(
         {"moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1, "moe_layer_start_index": 1},
         ((".gate.moe_statics.", ".moe_statics."),),
