@@ -1,6 +1,7 @@
 """The command line as a user calls it, on the checkpoint that the repository carries."""
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -68,6 +69,25 @@ def test_inspect_of_a_broken_checkpoint_names_problems(tmp_path):
     save_file(tensors, tmp_path / "model.safetensors")
     done = int4moe("inspect", tmp_path, status=1)
     assert "experts.2.up_proj.weight_scale" in done.stdout
+
+
+def test_language_model_of_a_checkpoint_with_an_image_encoder(tmp_path):
+    """Every verb that looks at weights, on names under model.language_model."""
+    from tests.models.tiny import stock_model, write_checkpoint
+
+    path, store = tmp_path / "c", tmp_path / "s"
+    write_checkpoint(stock_model("qwen3_5_moe", vocab_size=1024), "qwen3_5_moe", path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(EXAMPLE / name, path)
+    summary = json.loads(int4moe("inspect", path, "--json").stdout)
+    assert summary["problems"] == [] and [layer["experts"] for layer in summary["layers"]] == [4, 4]
+    assert json.loads(int4moe("doctor", path, "--json").stdout)["can_run"]
+    int4moe("convert", path, store, "--dtype", "float32")
+    options = ("--dtype", "float32", "--json")
+    assert json.loads(int4moe("verify", store, *options).stdout)["good"]
+    prompt = ("--prompt", "The statement", "--max-new-tokens", 5)
+    texts = [json.loads(int4moe("generate", where, *prompt, *options).stdout)["token_ids"] for where in (path, store)]
+    assert texts[0] == texts[1]
 
 
 @pytest.mark.parametrize("verb", ["generate", "perplexity", "inspect"])
