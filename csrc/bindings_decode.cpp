@@ -64,13 +64,30 @@ class PyDecoder {
     l.input_norm = address<const uint16_t>(norms.first);
     l.post_norm = address<const uint16_t>(norms.second);
     l.eps = eps;
-    take(qkvo, {&l.q, &l.k, &l.v, &l.o});
+    if (shape_.latent.rank) {
+      take(qkvo, {&l.q, &l.k, &l.o});
+    } else {
+      take(qkvo, {&l.q, &l.k, &l.v, &l.o});
+    }
     l.q_norm = address<const uint16_t>(head_norms.first);
     l.k_norm = address<const uint16_t>(head_norms.second);
     l.whole_norms = whole_norms;
     l.head_eps = head_eps;
     l.scale = scale;
     layers_.push_back(l);
+  }
+
+  // For all layers, before the first: core/decode.h's DecodeLatentShape.
+  void set_latent(int rank, int nope, int value_dim, int tables, bool apart) {
+    shape_.latent = {rank, nope, value_dim, FloatType(tables), apart};
+  }
+
+  // To the last layer, whose linears are q, k and o: what a query goes through first, if it does, and each head's own matrices.
+  void add_latents(const std::vector<PyDecodeLinear>& query, uintptr_t w_key, uintptr_t w_value) {
+    DecodeLatentLayer& l = layers_.back().latent;
+    take(query, {&l.query});
+    l.w_key = address<const uint16_t>(w_key);
+    l.w_value = address<const uint16_t>(w_value);
   }
 
   // To the last layer.
@@ -86,8 +103,8 @@ class PyDecoder {
   }
 
   // In place of the router that `add_experts` got none of.
-  void set_sigmoid_router(uintptr_t weight, uintptr_t bias, int groups, int top_groups, float factor) {
-    layers_.back().sigmoid = {address<const float>(weight), address<const float>(bias), groups, top_groups, factor};
+  void set_float_router(uintptr_t weight, uintptr_t bias, int groups, int top_groups, float factor) {
+    layers_.back().float_router = {address<const float>(weight), address<const float>(bias), groups, top_groups, factor};
   }
 
   // To the last layer: gate, up and down, and the score if there is one.
@@ -100,6 +117,12 @@ class PyDecoder {
     const int rows = caches.rows();
     if (rows > kDecodeRows || caches.lengths.size() != size_t(rows) || caches.layers() != int(layers_.size())) {
       throw std::invalid_argument("rows or caches do not fit the decoder");
+    }
+    for (int i = 0, all = shape_.latent.rank ? rows * caches.layers() : 0; i < all; ++i) {
+      const DecodeCache& c = caches.where()[i];
+      if (c.values != c.keys + shape_.latent.rank || c.key_stride[1] != c.value_stride[1]) {
+        throw std::invalid_argument("what is turned does not lie behind the latents");
+      }
     }
     double seconds[kDecodeParts] = {};
     run(hidden, cos, sin, cos_rows, caches, threads, timed ? seconds : nullptr);
@@ -115,8 +138,8 @@ class PyDecoder {
   void run(uintptr_t hidden, uintptr_t cos, uintptr_t sin, int cos_rows, const PyDecodeCaches& caches, int threads,
            double* seconds) const {
     nb::gil_scoped_release release;
-    const DecodeArgs args{caches.rows(), address<uint16_t>(hidden), address<const uint16_t>(cos),
-                          address<const uint16_t>(sin), cos_rows, caches.where(), caches.lengths.data(),
+    const DecodeArgs args{caches.rows(), address<uint16_t>(hidden), address<const void>(cos),
+                          address<const void>(sin), cos_rows, caches.where(), caches.lengths.data(),
                           std::max(threads, 1), seconds};
     decode_step(shape_, layers_, args);
   }
@@ -158,7 +181,9 @@ void bind_decode(nb::module_& m) {
            nb::arg("avx512"), nb::arg("turned"))
       .def("add_layer", &PyDecoder::add_layer)
       .def("add_experts", &PyDecoder::add_experts)
-      .def("set_sigmoid_router", &PyDecoder::set_sigmoid_router)
+      .def("set_float_router", &PyDecoder::set_float_router)
+      .def("set_latent", &PyDecoder::set_latent)
+      .def("add_latents", &PyDecoder::add_latents)
       .def("add_mlp", &PyDecoder::add_mlp)
       .def("step", &PyDecoder::step)
       .def("take_seconds", &PyDecoder::take_seconds)

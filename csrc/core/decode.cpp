@@ -8,6 +8,7 @@
 #include <optional>
 
 #include "core/attention.h"
+#include "core/decode_latent.h"
 #include "core/decode_products.h"
 #include "core/elementwise.h"
 #include "core/experts_pass.h"
@@ -33,9 +34,10 @@ class Step {
  public:
   Step(const DecodeShape& shape, const std::vector<DecodeLayer>& layers, const DecodeArgs& args, Assignments& work,
        std::vector<ExpertsItem>& items)
-      : s_(shape), layers_(layers), a_(args), products_(args.rows, args.threads), work_(work), items_(items) {
+      : s_(shape), layers_(layers), a_(args), products_(args.rows, args.threads), latent_(shape, args, products_), work_(work), items_(items) {
     for (const DecodeLayer& l : layers_) {
-      for (const DecodeLinear* p : {&l.q, &l.k, &l.v, &l.o, &l.gate, &l.up, &l.down, &l.score}) products_.expect(*p);
+      for (const DecodeLinear* p : {&l.q, &l.k, &l.v, &l.o, &l.gate, &l.up, &l.down, &l.score, &l.latent.query}) products_.expect(*p);
+      if (s_.latent.rank) latent_.expect(l);
       whole_norms_ = whole_norms_ || l.whole_norms;
       inner_ = std::max(inner_, l.up.rows);
       top_k_ = std::max(top_k_, l.top_k);
@@ -56,7 +58,9 @@ class Step {
     q_ = c.take<uint16_t>(rows * size_t(s_.heads) * s_.head_dim);
     k_ = c.take<uint16_t>(rows * size_t(s_.kv_heads) * s_.head_dim);
     v_ = c.take<uint16_t>(rows * size_t(s_.kv_heads) * s_.head_dim);
-    mixed_ = c.take<uint16_t>(rows * size_t(s_.heads) * s_.head_dim);
+    mixed_ = c.take<uint16_t>(rows * size_t(s_.heads) * (s_.latent.rank ? s_.latent.value_dim : s_.head_dim));
+    attended_ = s_.latent.rank ? c.take<uint16_t>(rows * size_t(s_.heads) * s_.latent.rank) : mixed_;
+    if (s_.latent.rank) latent_.carve(c);
     added_ = c.take<uint16_t>(rows * size_t(s_.hidden));
     gate_ = c.take<uint16_t>(rows * size_t(inner_));
     up_ = c.take<uint16_t>(rows * size_t(inner_));
@@ -76,6 +80,7 @@ class Step {
       in.wide = c.take<float>(rows * size_t(s_.hidden));
       in.q = whole_norms_ ? c.take<uint16_t>(rows * size_t(s_.heads) * s_.head_dim) : nullptr;
       in.k = whole_norms_ ? c.take<uint16_t>(rows * size_t(s_.kv_heads) * s_.head_dim) : nullptr;
+      if (s_.latent.rank) in.latent = latent_.carve_inputs(c);
       in.prepared = products_.carve_prepared(c);
     }
     mine_.resize(size_t(a_.threads));
@@ -83,6 +88,7 @@ class Step {
       products_.carve(c, m.products);
       m.query = c.take<uint16_t>(size_t(s_.heads / s_.kv_heads) * s_.head_dim);
       m.scratch = c.take<float>(scratch_floats_);
+      if (s_.latent.rank) latent_.carve(c, m.latent);
     }
     return c.used();
   }
@@ -99,6 +105,7 @@ class Step {
     const bool shared = inputs_.size() < mine_.size();
     m.in = &inputs_[shared ? 0 : size_t(team.id)];
     m.products.prepared = &m.in->prepared;
+    m.latent.in = &m.in->latent;
     m.products.first_row = shared ? team.id : 0;
     m.products.row_step = shared ? team.size : 1;
     each_row(m, [&](int r) { std::memcpy(hidden(m, r), a_.hidden + size_t(r) * s_.hidden, size_t(s_.hidden) * 2); });
@@ -114,7 +121,7 @@ class Step {
   }
 
  private:
-  enum Phase { kInputs, kHeads, kOutput, kInner, kDown, kPhases };
+  enum Phase { kInputs, kHeads, kOutput, kInner, kDown, kLatent, kPhases = kLatent + DecodeLatent::kPhases };
 
   // What linears read: each thread's own, or with many sequences that of all, to which a thread brings its rows.
   struct Inputs {
@@ -122,6 +129,7 @@ class Step {
     uint16_t *q, *k;  // after norms of all heads together
     float* wide;  // what is normalised for the router
     DecodeProducts::Prepared prepared;
+    DecodeLatent::Inputs latent;
   };
 
   struct Mine {
@@ -129,6 +137,7 @@ class Step {
     float* scratch;
     Inputs* in;
     DecodeProducts::Mine products;
+    DecodeLatent::Mine latent;
   };
 
   uint16_t* hidden(const Mine& m, int row) const { return m.in->hidden + size_t(row) * s_.hidden; }
@@ -189,12 +198,21 @@ class Step {
 
   void attention_block(const Team& team, Mine& m, size_t i) {
     const DecodeLayer& l = layers_[i];
+    const DecodeCache* caches = a_.caches + i * size_t(a_.rows);
     normalise(m, l.input_norm, l.eps);
-    products_.multiply(team, m.products, m.in->normed, {{&l.q, &l.k, &l.v}, {q_, k_, v_}, 3}, counter(i, kInputs));
+    if (s_.latent.rank) {
+      latent_.before(team, m.products, m.latent, l, m.in->normed, caches, &counter(i, kLatent), q_);
+    } else {
+      products_.multiply(team, m.products, m.in->normed, {{&l.q, &l.k, &l.v}, {q_, k_, v_}, 3}, counter(i, kInputs));
+      team.barrier();
+      if (l.whole_norms) normalise_heads(team, m, l);
+    }
+    heads(m, l, caches, counter(i, kHeads));
     team.barrier();
-    if (l.whole_norms) normalise_heads(team, m, l);
-    heads(m, l, a_.caches + i * size_t(a_.rows), counter(i, kHeads));
-    team.barrier();
+    if (s_.latent.rank) {
+      latent_.after(m.latent, l, attended_, &counter(i, kLatent), mixed_);
+      team.barrier();
+    }
     products_.multiply(team, m.products, mixed_, {{&l.o}, {added_}, 1}, counter(i, kOutput));
     team.barrier();
     add(m);
@@ -209,15 +227,17 @@ class Step {
     a.batch = a.tokens = a.kv_heads = 1;
     a.heads = s_.heads / s_.kv_heads;
     a.keys = keys;
-    a.head_dim = a.value_dim = s_.head_dim;
+    a.head_dim = s_.head_dim;
+    a.value_dim = s_.latent.rank ? s_.latent.rank : s_.head_dim;
     a.avx512 = s_.avx512;
     return a;
   }
 
   void rotate(const DecodeLayer& l, uint16_t* x, int heads, const uint16_t* norm, int row) const {
     const int64_t at = int64_t(row % a_.cos_rows) * s_.turned;
+    const auto *cos = static_cast<const uint16_t*>(a_.cos) + at, *sin = static_cast<const uint16_t*>(a_.sin) + at;
     if (l.whole_norms) norm = nullptr;
-    avx2::rotate_one({FloatType::kBFloat16, 1, heads, s_.head_dim, x, a_.cos + at, a_.sin + at, 1, norm, l.head_eps, s_.turned}, 0);
+    avx2::rotate_one({FloatType::kBFloat16, 1, heads, s_.head_dim, x, cos, sin, 1, norm, l.head_eps, s_.turned}, 0);
   }
 
   // Rotates, extends the cache and attends. A task is one sequence, one of its key/value heads and a run of keys.
@@ -233,22 +253,18 @@ class Step {
 
   void attend(Mine& m, const DecodeLayer& l, const DecodeCache& c, int row, int head, int run, float* result) {
     const int group = s_.heads / s_.kv_heads, n = s_.head_dim, runs = runs_of(row), pair = row * s_.kv_heads + head;
-    const int64_t first = (int64_t(row) * s_.heads + int64_t(head) * group) * n, length = a_.lengths[row];
-    uint16_t *keys = c.keys + head * c.key_stride[0], *values = c.values + head * c.value_stride[0];
-    // A copy: other threads may be at other runs of the same heads.
-    std::memcpy(m.query, (l.whole_norms ? m.in->q : q_) + first, size_t(group) * n * sizeof(uint16_t));
-    rotate(l, m.query, group, l.q_norm, row);
-    if (run == runs - 1) {  // the new key is in it
-      uint16_t* key = (l.whole_norms ? m.in->k : k_) + int64_t(pair) * n;
-      rotate(l, key, 1, l.k_norm, row);
-      std::memcpy(keys + length * c.key_stride[1], key, size_t(n) * sizeof(uint16_t));
-      std::memcpy(values + length * c.value_stride[1], v_ + int64_t(pair) * n, size_t(n) * sizeof(uint16_t));
+    const int64_t first = int64_t(row) * s_.heads + int64_t(head) * group;
+    AttentionArgs a = one_head(a_.lengths[row] + 1);
+    if (s_.latent.rank) {
+      a.q = {q_ + first * n, {0, n, 0}};
+      a.k = a.v = {c.keys, {0, 0, c.key_stride[1]}};
+    } else {
+      turn(m, l, c, row, head, run == runs - 1);
+      a.q = {m.query, {0, n, 0}};
+      a.k = {c.keys + head * c.key_stride[0], {0, 0, c.key_stride[1]}};
+      a.v = {c.values + head * c.value_stride[0], {0, 0, c.value_stride[1]}};
     }
-    AttentionArgs a = one_head(length + 1);
-    a.q = {m.query, {0, n, 0}};
-    a.k = {keys, {0, 0, c.key_stride[1]}};
-    a.v = {values, {0, 0, c.value_stride[1]}};
-    a.out = mixed_ + first;
+    a.out = attended_ + first * a.value_dim;
     a.scale = l.scale;
     const AttentionKernels& kernels = attention_kernels(a);
     const int64_t from = run * kAttentionRun;
@@ -256,6 +272,21 @@ class Step {
     if (runs_left_[pair].fetch_sub(1, std::memory_order_acq_rel) != 1) return;
     kernels.join_runs(a, 0, 0, runs, result - run_floats_ * size_t(run), m.scratch);
     runs_left_[pair].store(runs, std::memory_order_relaxed);  // for the next layer, which begins behind a barrier
+  }
+
+  // A key/value head's queries to m.query and, with the last run of keys, the new token into the cache.
+  void turn(Mine& m, const DecodeLayer& l, const DecodeCache& c, int row, int head, bool last) {
+    const int group = s_.heads / s_.kv_heads, n = s_.head_dim, pair = row * s_.kv_heads + head;
+    const int64_t first = (int64_t(row) * s_.heads + int64_t(head) * group) * n, length = a_.lengths[row];
+    uint16_t *keys = c.keys + head * c.key_stride[0], *values = c.values + head * c.value_stride[0];
+    // A copy: other threads may be at other runs of the same heads.
+    std::memcpy(m.query, (l.whole_norms ? m.in->q : q_) + first, size_t(group) * n * sizeof(uint16_t));
+    rotate(l, m.query, group, l.q_norm, row);
+    if (!last) return;
+    uint16_t* key = (l.whole_norms ? m.in->k : k_) + int64_t(pair) * n;
+    rotate(l, key, 1, l.k_norm, row);
+    std::memcpy(keys + length * c.key_stride[1], key, size_t(n) * sizeof(uint16_t));
+    std::memcpy(values + length * c.value_stride[1], v_ + int64_t(pair) * n, size_t(n) * sizeof(uint16_t));
   }
 
   // Experts, an MLP for all tokens, or the sum of both.
@@ -290,7 +321,7 @@ class Step {
     if (l.router) {
       products_.dense(l.router, nullptr, experts, s_.hidden, first, last, m.in->wide, logits_);
     } else {
-      avx2::float_rows(a_.rows, first, last, experts, s_.hidden, m.in->normed, l.sigmoid.weight, float_logits_);
+      avx2::float_rows(a_.rows, first, last, experts, s_.hidden, m.in->normed, l.float_router.weight, float_logits_);
     }
     team.barrier();
     if (team.id == 0) route(l, m.in->normed, experts);
@@ -303,13 +334,19 @@ class Step {
     avx2::gated_silu(FloatType::kBFloat16, last - first, gate_ + first, up_ + first, gate_ + first);
   }
 
+  void choose_experts(const DecodeLayer& l, int experts) {
+    const DecodeFloatRouter& f = l.float_router;
+    const FloatType type = l.router ? FloatType::kBFloat16 : FloatType::kFloat32;
+    const void* logits = l.router ? static_cast<const void*>(logits_) : float_logits_;
+    const TopK top{type, a_.rows, experts, l.top_k, logits, l.normalise, l.score_type, scores_, ids_, f.groups, f.top_groups, f.factor};
+    const SigmoidTopK other{a_.rows, experts, l.top_k, f.groups, f.top_groups, float_logits_, f.bias, l.normalise, f.factor, scores_, ids_};
+    for (int r = 0; r < a_.rows; ++r) f.bias ? avx2::sigmoid_top_k_one(other, r) : avx2::top_k_one(top, r);
+  }
+
   // By one thread while the others wait or begin with the MLP: which experts, and who does what.
   void route(const DecodeLayer& l, const uint16_t* x, int experts) {
     try {
-      const TopK top{FloatType::kBFloat16, a_.rows, experts, l.top_k, logits_, l.normalise, l.score_type, scores_, ids_};
-      const SigmoidTopK other{a_.rows, experts, l.top_k, l.sigmoid.groups, l.sigmoid.top_groups, float_logits_,
-                              l.sigmoid.bias, l.normalise, l.sigmoid.factor, scores_, ids_};
-      for (int r = 0; r < a_.rows; ++r) l.router ? avx2::top_k_one(top, r) : avx2::sigmoid_top_k_one(other, r);
+      choose_experts(l, experts);
       Routing routing;
       routing.ids = ids_;
       routing.id_stride[0] = routing.weight_stride[0] = l.top_k;
@@ -337,9 +374,10 @@ class Step {
   const std::vector<DecodeLayer>& layers_;
   const DecodeArgs& a_;
   DecodeProducts products_;
+  DecodeLatent latent_;
   int experts_ = 0, top_k_ = 0, inner_ = 0;
   bool whole_norms_ = false;
-  uint16_t *q_ = nullptr, *k_ = nullptr, *v_ = nullptr, *mixed_ = nullptr, *added_ = nullptr, *logits_ = nullptr;
+  uint16_t *q_ = nullptr, *k_ = nullptr, *v_ = nullptr, *mixed_ = nullptr, *attended_ = nullptr, *added_ = nullptr, *logits_ = nullptr;
   uint16_t *gate_ = nullptr, *up_ = nullptr, *score_ = nullptr, *shared_ = nullptr;
   float *float_logits_ = nullptr, *scores_ = nullptr;
   int64_t* ids_ = nullptr;

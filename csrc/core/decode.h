@@ -24,11 +24,18 @@ struct DecodeLinear {
   int rows = 0, columns = 0;
 };
 
-// A router of core/elementwise.h's SigmoidTopK.
-struct DecodeSigmoid {
-  const float *weight = nullptr, *bias = nullptr;  // [experts, hidden], [experts]
+// A router with a float32 weight: core/elementwise.h's SigmoidTopK, or TopK without a bias.
+struct DecodeFloatRouter {
+  const float *weight = nullptr, *bias = nullptr;  // [experts, hidden], [experts] or null
   int groups = 1, top_groups = 1;
   float factor = 1;
+};
+
+// Of latent attention, beside DecodeLayer's: q makes heads of `nope` and `turned` elements, k the latent and what is turned,
+// k_norm is the latent's; v is not there.
+struct DecodeLatentLayer {
+  DecodeLinear query;  // with q_norm behind it, what q reads in place of the hidden states; without rows: not there
+  const uint16_t *w_key = nullptr, *w_value = nullptr;  // as HeadLinear: [heads, rank, nope], [heads, value_dim, rank]
 };
 
 // Attention over rotated heads, then experts behind a router, an MLP, or both; the two with an RMSNorm before and the sum
@@ -41,22 +48,32 @@ struct DecodeLayer {
   bool whole_norms = false;                             // they are of all heads together: [heads * head_dim]
   float head_eps = 0, scale = 0;                        // scale: of the scores
   const uint16_t* router = nullptr;                     // [experts, hidden], of a softmax router; else null
-  DecodeSigmoid sigmoid;
+  DecodeFloatRouter float_router;                       // in its place
   bool normalise = false;                               // divide the scores of the chosen by their sum
   FloatType score_type = FloatType::kBFloat16;
   int top_k = 0;        // 0: no experts
   ExpertsArgs experts;  // layout, kernels, blob, activation and one_input
   DecodeLinear gate, up, down;  // down(silu(gate) * up) for every token; without rows: none
+  DecodeLatentLayer latent;
   DecodeLinear score;           // [1, hidden]: its sigmoid is the weight of that beside the experts; without rows: 1
+};
+
+// Latents of `rank` elements, which all heads share, as the first part of keys and as values; 0: none.
+struct DecodeLatentShape {
+  int rank = 0, nope = 0, value_dim = 0;  // multiples of 32, 32 and 1
+  FloatType tables = FloatType::kBFloat16;  // of cos and sin
+  bool apart = true;                        // as in PairRotary
 };
 
 struct DecodeShape {
   int hidden = 0, heads = 0, kv_heads = 0, head_dim = 0;  // hidden: a multiple of 32; head_dim: of 16
   bool avx512 = false;  // as in AttentionArgs
   int turned = 0;       // by the rotation, of each head, from its first on
+  DecodeLatentShape latent;  // with a rank: head_dim is rank + turned, kv_heads the number of parts that heads attend in
 };
 
 // Where one sequence's keys and values of one layer lie: strides in elements by head and token. Room for one more token.
+// With latents: these, and what is turned right behind each.
 struct DecodeCache {
   uint16_t *keys = nullptr, *values = nullptr;
   int64_t key_stride[2] = {}, value_stride[2] = {};
@@ -65,7 +82,7 @@ struct DecodeCache {
 struct DecodeArgs {
   int rows = 0;           // sequences, one token each, 1..kDecodeRows
   uint16_t* hidden = nullptr;  // bfloat16 [rows, hidden], in and out
-  const uint16_t *cos = nullptr, *sin = nullptr;  // [cos_rows, turned]; row r takes row r % cos_rows
+  const void *cos = nullptr, *sin = nullptr;  // [cos_rows, turned], bfloat16; row r takes row r % cos_rows
   int cos_rows = 1;
   const DecodeCache* caches = nullptr;   // [layers][rows]
   const int64_t* lengths = nullptr;      // [rows]: tokens in a sequence's caches before this step
@@ -76,8 +93,8 @@ struct DecodeArgs {
 enum DecodePart { kAttentionPart = 0, kRouterPart = 1, kExpertsPart = 2, kDecodeParts = 3 };
 
 // Needs dense_available(). Keys and values are written behind those there are; the result's bits are those of the single
-// operations (rms_norm, linear_forward, rotate, attention, dense_linear, softmax_top_k, experts_forward, gated_silu, add_scaled) in
-// turn.
+// operations (rms_norm, linear_forward, rotate, attention, dense_linear, softmax_top_k, experts_forward, gated_silu, add_scaled,
+// head_linear, rotate_pairs) in turn.
 // Throws std::bad_alloc.
 void decode_step(const DecodeShape& shape, const std::vector<DecodeLayer>& layers, const DecodeArgs& args);
 

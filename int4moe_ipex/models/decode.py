@@ -25,7 +25,15 @@ from int4moe_ipex.models.core_calls import Fused
 from int4moe_ipex.models.decode_plan import Ends, Plan, make_plan
 
 # Classes whose forward is known, by name in their own module of transformers; their layers: decode_layers.py.
-MODELS = {"Qwen3MoeModel", "MixtralModel", "OlmoeModel", "Qwen2MoeModel", "Glm4MoeModel"}
+MODELS = {
+    "Qwen3MoeModel",
+    "MixtralModel",
+    "OlmoeModel",
+    "Qwen2MoeModel",
+    "Glm4MoeModel",
+    "DeepseekV2Model",
+    "DeepseekV3Model",
+}
 # Products of a step that one thread computes as fast as several, which meet eight times a layer.
 ALONE = 1 << 20
 OUTPUTS = ("output_hidden_states", "output_attentions", "output_router_logits")

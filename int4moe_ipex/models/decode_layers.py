@@ -17,6 +17,8 @@ from int4moe_ipex.models.fused import (
     MAX_EXPERTS,
     SILU,
     FusedAttention,
+    FusedGroupRouter,
+    FusedLatentAttention,
     FusedLinear,
     FusedMLP,
     FusedPartialAttention,
@@ -41,6 +43,8 @@ LAYERS = {
     "OlmoeDecoderLayer",
     "Qwen2MoeDecoderLayer",
     "Glm4MoeDecoderLayer",
+    "DeepseekV2DecoderLayer",
+    "DeepseekV3DecoderLayer",
 }
 # Of blocks, with the name of the MLP that they add to the experts.
 BLOCKS = {
@@ -48,6 +52,8 @@ BLOCKS = {
     "MixtralSparseMoeBlock": None,
     "OlmoeSparseMoeBlock": None,
     "Glm4MoeMoE": "shared_experts",
+    "DeepseekV2Moe": "shared_experts",
+    "DeepseekV3MoE": "shared_experts",
 }
 # Settings of single families that change what their modules compute, with the values that do not.
 PLAIN = {"sliding_window": (None, 0), "clip_qkv": (None,)}
@@ -67,24 +73,30 @@ def decoder_of(plan: Plan, model: nn.Module) -> Any:
     config = model.config
     plan.layers, plan.hidden = len(model.layers), config.hidden_size
     first = model.layers[0].self_attn if plan.layers else None
-    need(isinstance(first, FusedAttention) and isinstance(model.rotary_emb, FusedRotaryEmbedding))
-    plan.rows, plan.head_dim = native._native.decode_rows, first.head_dim
-    need(plan.hidden % 32 == 0 and plan.head_dim % 16 == 0)
+    need(isinstance(model.rotary_emb, FusedRotaryEmbedding) and plan.hidden % 32 == 0)
+    plan.rows = native._native.decode_rows
+    plan.turned = 2 * model.rotary_emb.inv_freq.numel()  # the tables' width is looked at with every step
     keep(plan, vars(config), "num_hidden_layers", plan.layers)
     for name, values in PLAIN.items():
         value = vars(config).get(name)
         need(value in values)
         plan.guard.equals(vars(config), name, value)
     _need_full_attention(plan, config)
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    plan.cache_kind = kind_of(*[(torch.bfloat16, kv_heads, plan.head_dim)] * 2)
-    plan.turned = 2 * model.rotary_emb.inv_freq.numel()  # the tables' width is looked at with every step
-    need(plan.turned == plan.head_dim or (isinstance(first, FusedPartialAttention) and plan.turned < plan.head_dim))
-    sizes = plan.hidden, heads, kv_heads, plan.head_dim
-    decoder = native._native.Decoder(*sizes, attention.wide(), plan.turned)
     for index, layer in enumerate(model.layers):
         need(_is_theirs(layer, LAYERS))
         keep(plan, vars(layer.self_attn), "layer_idx", index)
+    if isinstance(first, FusedLatentAttention):
+        from int4moe_ipex.models.decode_latent import latent_decoder
+
+        return latent_decoder(plan, model)
+    need(isinstance(first, FusedAttention))
+    plan.head_dim, heads, kv_heads = first.head_dim, config.num_attention_heads, config.num_key_value_heads
+    need(plan.head_dim % 16 == 0)
+    need(plan.turned == plan.head_dim or (isinstance(first, FusedPartialAttention) and plan.turned < plan.head_dim))
+    plan.cache_kind = kind_of(*[(torch.bfloat16, kv_heads, plan.head_dim)] * 2)
+    sizes = plan.hidden, heads, kv_heads, plan.head_dim
+    decoder = native._native.Decoder(*sizes, attention.wide(), plan.turned)
+    for layer in model.layers:
         _add_layer(plan, decoder, layer, (heads * plan.head_dim, kv_heads * plan.head_dim))
     return decoder
 
@@ -132,20 +144,20 @@ def _add_layer(plan: Plan, decoder: Any, layer: nn.Module, widths: tuple[int, in
         (norm_of(plan, norms[0], hidden), norm_of(plan, norms[1], hidden)),
         eps,
         [
-            _linear(plan, attn.q_proj, hidden, wide),
-            _linear(plan, attn.k_proj, hidden, narrow),
-            _linear(plan, attn.v_proj, hidden, narrow),
-            _linear(plan, attn.o_proj, wide, hidden),
+            linear_of(plan, attn.q_proj, hidden, wide),
+            linear_of(plan, attn.k_proj, hidden, narrow),
+            linear_of(plan, attn.v_proj, hidden, narrow),
+            linear_of(plan, attn.o_proj, wide, hidden),
         ],
         tuple(0 if m is None else norm_of(plan, m, size) for m, size in zip(head_norms, norm_sizes)),
         whole,
         head_eps,
         attn.scaling,
     )
-    _add_block(plan, decoder, layer.mlp)
+    add_block(plan, decoder, layer.mlp)
 
 
-def _add_block(plan: Plan, decoder: Any, block: nn.Module) -> None:
+def add_block(plan: Plan, decoder: Any, block: nn.Module) -> None:
     """What follows attention: experts, an MLP for all tokens, or both."""
     mlp = score = None
     if is_fused(block, FusedMLP):
@@ -163,45 +175,47 @@ def _add_block(plan: Plan, decoder: Any, block: nn.Module) -> None:
     need(is_fused(mlp, FusedMLP) and type(mlp.act_fn) in SILU)
     inner = mlp.up_proj.out_features
     linears = [
-        _linear(plan, mlp.gate_proj, plan.hidden, inner),
-        _linear(plan, mlp.up_proj, plan.hidden, inner),
-        _linear(plan, mlp.down_proj, inner, plan.hidden),
+        linear_of(plan, mlp.gate_proj, plan.hidden, inner),
+        linear_of(plan, mlp.up_proj, plan.hidden, inner),
+        linear_of(plan, mlp.down_proj, inner, plan.hidden),
     ]
-    decoder.add_mlp(linears if score is None else [*linears, _linear(plan, score, plan.hidden, 1)])
+    decoder.add_mlp(linears if score is None else [*linears, linear_of(plan, score, plan.hidden, 1)])
 
 
-# What a sigmoid router looks at, beside `norm_topk_prob`.
-SIGMOID = ("num_experts", "hidden_dim", "top_k", "num_group", "topk_group", "routed_scaling_factor")
+# What a router with a float32 weight looks at, beside `norm_topk_prob`.
+FLOAT = ("num_experts", "hidden_dim", "top_k", "num_group", "topk_group", "routed_scaling_factor", "topk_method")
 
 
 def _add_experts(plan: Plan, decoder: Any, router: nn.Module, experts: nn.Module) -> None:
-    sigmoid = is_fused(router, FusedSigmoidRouter)
-    need((sigmoid or isinstance(router, FusedTopKRouter)) and type(experts) is Int4Experts)
+    sigmoid, groups = is_fused(router, FusedSigmoidRouter), is_fused(router, FusedGroupRouter)
+    wide = sigmoid or groups
+    need((wide or isinstance(router, FusedTopKRouter)) and type(experts) is Int4Experts)
     normalise = getattr(router, "norm_topk_prob", None)  # Mixtral always does, and keeps float32 scores
-    for name in SIGMOID if sigmoid else ("top_k",):
-        keep(plan, vars(router), name, getattr(router, name))
+    for name in FLOAT if wide else ("top_k",):
+        keep(plan, vars(router), name, getattr(router, name, None))
     keep(plan, vars(router), "norm_topk_prob", normalise)
     packed = _experts_pack(plan, experts)
     spec = packed.spec
     need(router.num_experts == spec.num_experts <= MAX_EXPERTS and spec.hidden_size == plan.hidden)
     plan.products += router.top_k * 3 * plan.hidden * spec.intermediate_size
     decoder.add_experts(
-        0 if sigmoid else address_of(plan, router, "weight", (router.num_experts, plan.hidden)),
-        normalise is None or bool(normalise),
-        native.FLOAT_TYPES[torch.float32 if sigmoid or normalise is None else torch.bfloat16],
+        0 if wide else address_of(plan, router, "weight", (router.num_experts, plan.hidden)),
+        not groups and (normalise is None or bool(normalise)),
+        native.FLOAT_TYPES[torch.float32 if wide or normalise is None else torch.bfloat16],
         router.top_k,
         packed.handle,
         packed.address,
     )
-    if sigmoid:
-        need(router._is_known())
-        decoder.set_sigmoid_router(
-            address_of(plan, router, "weight", (router.num_experts, plan.hidden), torch.float32),
-            address_of(plan, router, "e_score_correction_bias", (router.num_experts,), torch.float32),
-            router.num_group,
-            router.topk_group,
-            router.routed_scaling_factor,
-        )
+    if not wide:
+        return
+    need(router._is_known())
+    bias = "e_score_correction_bias"
+    decoder.set_float_router(
+        address_of(plan, router, "weight", (router.num_experts, plan.hidden), torch.float32),
+        address_of(plan, router, bias, (router.num_experts,), torch.float32) if sigmoid else 0,
+        *((router.num_group, router.topk_group) if sigmoid else router.groups()),
+        router.routed_scaling_factor,
+    )
 
 
 def need(condition: bool) -> None:
@@ -257,7 +271,7 @@ def norm_of(plan: Plan | Ends, module: nn.Module, size: int) -> int:
     return address_of(plan, module, "weight", (size,))
 
 
-def _linear(plan: Plan, module: nn.Module, columns: int, rows: int) -> Any:
+def linear_of(plan: Plan, module: nn.Module, columns: int, rows: int) -> Any:
     # A subclass may compute something else.
     need(type(module) in (Int4Linear, nn.Linear, FusedLinear.over(nn.Linear)))
     need((module.in_features, module.out_features) == (columns, rows))

@@ -35,6 +35,8 @@ class Plan:
         layers: of the model; cache_kind: what `GrowingLayer.place` of each starts with.
         turned: of each head, by the rotation.
         products: of one token through all layers.
+        held: what the decoder reads and no module is sure to keep.
+        versions: (tensor, version) of weights that the decoder has copies of: they must not have been written to.
         weights: (a module's tensors, name, address, dtype, shape, strides) of those that the guard cannot see.
         watched: whether at the last look somebody wanted to see a layer's module being called, or had put a forward of
             his own over one's.
@@ -51,6 +53,8 @@ class Plan:
     head_dim: int = 0
     turned: int = 0
     products: int = 0
+    held: list[Any] = field(default_factory=list)
+    versions: list[tuple[torch.Tensor, int]] = field(default_factory=list)
     weights: list[Weight] = field(default_factory=list)
     watched: bool = False
     ends: Ends | None = None
@@ -71,7 +75,7 @@ class Plan:
         seen = _seen(self), FITS if self.ends is None else _seen(self.ends)
         self.watched = seen[0] == WATCHED
         self.whole = self.ends is not None and self.ends.known and seen[1] == FITS
-        return CHANGED not in seen
+        return CHANGED not in seen and all(tensor._version == version for tensor, version in self.versions)
 
 
 @dataclass

@@ -126,7 +126,7 @@ struct Model {
       if (i == 6) {
         sigmoid = std::vector<float>(size_t(kExperts) * (kHidden + 1));
         for (float& w : sigmoid) w = 0.1f * random.normal();
-        l.sigmoid = {sigmoid.data(), sigmoid.data() + size_t(kExperts) * kHidden, 2, 1, 1.5f};
+        l.float_router = {sigmoid.data(), sigmoid.data() + size_t(kExperts) * kHidden, 2, 1, 1.5f};
       }
       if (i != 6) l.router = keep(size_t(kExperts) * kHidden, 0.1f);
       l.normalise = i == 0;
@@ -255,9 +255,9 @@ void one_by_one(const Model& m, int rows, State& s) {
       softmax_top_k({kType, rows, kExperts, kTopK, logits.data(), l.normalise, l.score_type, scores.data(), ids.data()}, 1);
     } else {
       std::vector<float> wide(logits.size());
-      float_linear(rows, kExperts, kHidden, normed.data(), l.sigmoid.weight, wide.data(), 1);
-      sigmoid_top_k({rows, kExperts, kTopK, l.sigmoid.groups, l.sigmoid.top_groups, wide.data(), l.sigmoid.bias, l.normalise,
-                     l.sigmoid.factor, scores.data(), ids.data()}, 1);
+      float_linear(rows, kExperts, kHidden, normed.data(), l.float_router.weight, wide.data(), 1);
+      sigmoid_top_k({rows, kExperts, kTopK, l.float_router.groups, l.float_router.top_groups, wide.data(), l.float_router.bias, l.normalise,
+                     l.float_router.factor, scores.data(), ids.data()}, 1);
     }
     Routing r;
     r.ids = ids.data();
