@@ -131,7 +131,7 @@ class FusedLatentAttention(Fused):
         """
         rank, nope, value = self.kv_lora_rank, self.qk_nope_head_dim, self.v_head_dim
         source = _source(self.kv_b_proj)
-        if source is None or rank % 32 or nope % 32 or (rank + self.qk_rope_head_dim) % 16:
+        if source is None or "expand_kv" in vars(self) or rank % 32 or nope % 32 or (rank + self.qk_rope_head_dim) % 16:
             return None
         kept = self.__dict__.get("_heads")
         if kept is None or kept[0] != (dtype, source):

@@ -10,6 +10,7 @@ from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeConfig, Qwe
 import int4moe_ipex
 from int4moe_ipex.backends import native
 from int4moe_ipex.models import attention, decode, decode_plan, fused
+from int4moe_ipex.models.core_calls import Fused
 from tests.models.decoding import both_ways, checkpoint, logits_of, module_by_module, one_more, tokens
 
 pytestmark = pytest.mark.skipif(not attention.available(), reason="no native core here, or a CPU without AVX2")
@@ -22,7 +23,7 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 def unfuse(model):
     """transformers' own modules and attention, in place."""
     for module in model.modules():
-        if type(module).__module__ == fused.__name__:
+        if isinstance(module, Fused):
             module.__class__ = next(
                 c for c in type(module).__mro__ if c.__module__.startswith(("transformers.", "torch."))
             )
@@ -33,6 +34,8 @@ FUSED = {
     "olmoe": {"OlmoeRMSNorm", "OlmoeTopKRouter", "OlmoeAttention"},
     "qwen2_moe": {"Qwen2MoeAttention", "Qwen2MoeTopKRouter", "Qwen2MoeMLP", "Qwen2MoeSparseMoeBlock"},
     "glm4_moe": {"Glm4MoeAttention", "Glm4MoeTopkRouter", "Glm4MoeMLP", "Glm4MoeRMSNorm"},
+    "deepseek_v2": {"DeepseekV2Attention", "DeepseekV2TopkRouter", "DeepseekV2MLP", "DeepseekV2RMSNorm"},
+    "deepseek_v3": {"DeepseekV3Attention", "DeepseekV3TopkRouter", "DeepseekV3MLP", "DeepseekV3RMSNorm"},
 }
 
 
