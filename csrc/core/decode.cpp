@@ -10,6 +10,7 @@
 #include "core/attention.h"
 #include "core/decode_latent.h"
 #include "core/decode_products.h"
+#include "core/decode_router.h"
 #include "core/elementwise.h"
 #include "core/experts_pass.h"
 #include "core/routing.h"
@@ -334,27 +335,10 @@ class Step {
     avx2::gated_silu(FloatType::kBFloat16, last - first, gate_ + first, up_ + first, gate_ + first);
   }
 
-  void choose_experts(const DecodeLayer& l, int experts) {
-    const DecodeFloatRouter& f = l.float_router;
-    const FloatType type = l.router ? FloatType::kBFloat16 : FloatType::kFloat32;
-    const void* logits = l.router ? static_cast<const void*>(logits_) : float_logits_;
-    const TopK top{type, a_.rows, experts, l.top_k, logits, l.normalise, l.score_type, scores_, ids_, f.groups, f.top_groups, f.factor};
-    const SigmoidTopK other{a_.rows, experts, l.top_k, f.groups, f.top_groups, float_logits_, f.bias, l.normalise, f.factor, scores_, ids_};
-    for (int r = 0; r < a_.rows; ++r) f.bias ? avx2::sigmoid_top_k_one(other, r) : avx2::top_k_one(top, r);
-  }
-
   // By one thread while the others wait or begin with the MLP: which experts, and who does what.
   void route(const DecodeLayer& l, const uint16_t* x, int experts) {
     try {
-      choose_experts(l, experts);
-      Routing routing;
-      routing.ids = ids_;
-      routing.id_stride[0] = routing.weight_stride[0] = l.top_k;
-      routing.id_stride[1] = routing.weight_stride[1] = 1;
-      routing.weights = scores_;
-      routing.weight_type = l.score_type;
-      routing.tokens = a_.rows;
-      routing.top_k = l.top_k;
+      const Routing routing = choose_experts(l, a_.rows, {logits_, float_logits_}, {scores_, ids_});
       work_.build(routing, experts, 0, a_.rows);
       arguments_ = l.experts;
       arguments_.x = x;

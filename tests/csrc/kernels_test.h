@@ -18,6 +18,7 @@ void test_elementwise(const int4moe::Kernels& k);
 void test_layer(const int4moe::Kernels& k);
 void test_attention(const int4moe::Kernels& k);
 void test_decode(const int4moe::Kernels& k);
+void test_decode_latent(const int4moe::Kernels& k);
 void test_latent(const int4moe::Kernels& k);
 
 // Regions of the core's own threads.

@@ -59,6 +59,7 @@ void test_one(const Kernels& k, bool quick) {
   test_attention(k);
   test_decode(k);
   test_latent(k);
+  test_decode_latent(k);
   test_tiles_released(k);
   std::printf("%-44s %7ld checks, %ld failed\n", row_name(k).c_str(), counts().checks - before.checks,
               counts().failures - before.failures);
