@@ -13,7 +13,6 @@
 #include "core/decode_router.h"
 #include "core/elementwise.h"
 #include "core/experts_pass.h"
-#include "core/routing.h"
 #include "core/threads.h"
 #include "core/workspace.h"
 #include "isa/attention_kernels.h"
