@@ -23,7 +23,7 @@ from int4moe_ipex.backends.onednn.backend import GROUP_STEP  # noqa: E402
 from int4moe_ipex.backends.select import ANY, TABLE  # noqa: E402
 from int4moe_ipex.checkpoint.refuse import METHODS  # noqa: E402
 from int4moe_ipex.cpu import ISA_FLAGS  # noqa: E402
-from int4moe_ipex.models.families import FAMILIES, REFUSED  # noqa: E402
+from int4moe_ipex.models.families import FAMILIES, REFUSED, Family  # noqa: E402
 
 OUT = ROOT / "docs" / "support.md"
 # A linear of the sizes that published models have.
@@ -74,6 +74,10 @@ def table(header: list[str], rows: list[list[str]]) -> list[str]:
     return [f"| {' | '.join(cells)} |" for cells in lines]
 
 
+def _family(family: Family) -> str:
+    return f"`{family.model_type}`" + (f" (quantized by {' or '.join(family.methods)})" if family.methods else "")
+
+
 def text() -> str:
     """The whole page."""
     assert onednn is not None
@@ -113,7 +117,7 @@ def text() -> str:
             "",
             "## Model families",
             "",
-            ", ".join(f"`{name}`" for name in sorted(FAMILIES)) + ".",
+            ", ".join(_family(FAMILIES[name]) for name in sorted(FAMILIES)) + ".",
             "",
             "Of a checkpoint with an image encoder the language model alone is loaded, and layers of multi-token",
             "prediction are left unread. Not taken:",

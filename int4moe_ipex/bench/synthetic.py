@@ -328,6 +328,8 @@ def write_checkpoint(
             fields["first_k_dense_replace"] = min(fields["first_k_dense_replace"], max(layers - 1, 0))
     model_type = fields.pop("model_type")
     family = FAMILIES[model_type]
+    if family.clamped:
+        raise ConfigError(f"experts of {model_type} are measured as a layer alone, not written as a checkpoint")
     hf_config = AutoConfig.for_model(family.config_type or model_type, **fields)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(hf_config)

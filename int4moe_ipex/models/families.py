@@ -32,6 +32,9 @@ class Family:
         config_type: the model_type whose config class of transformers reads config.json; "" for model_type itself.
         architecture: the only one in config.json's `architectures` that is taken; "" for any.
         read_weights: ends of names of linears whose weight transformers' own code looks at: they stay dense.
+        clamped: whether the experts are gpt-oss's: with biases, transposed and interleaved in the module tree, and the
+            activation swiglu_clamped.
+        methods: the only quant_methods whose files are known to mean what the names say; () for any.
     """
 
     model_type: str
@@ -42,6 +45,8 @@ class Family:
     config_type: str = ""
     architecture: str = ""
     read_weights: tuple[str, ...] = ()
+    clamped: bool = False
+    methods: tuple[str, ...] = ()
 
     def checkpoint_names(self, module: str) -> list[str]:
         """The names that a module of the tree may have in a checkpoint, most usual first."""
@@ -79,6 +84,8 @@ FAMILIES: dict[str, Family] = {
         Family("qwen3_next", ignored=(r"mtp\.",)),
         Family("qwen3_5_moe", renames=_IN_VLM, ignored=(r"mtp\.", r"model\.visual\.")),
         Family("qwen3_5_moe_text", renames=_IN_VLM, ignored=(r"mtp\.",)),
+        # llm-compressor's gate_proj and up_proj of gpt_oss are halves of rows in which gate and up take turns.
+        Family("gpt_oss", clamped=True, methods=("auto-round",)),
         Family("minimax_m2", renames=(_BLOCK,), projections=_MIXTRAL_LIKE, extra_layers=True),
         Family(
             "minimax",  # what MiniMax-M2 calls itself in some config.json files; MiniMax-Text-01 does too
@@ -126,11 +133,15 @@ ACTIVATIONS = {
 }
 
 
-def family_of(config: Mapping) -> Family:
+def family_of(config: Mapping, quantization: Mapping | None = None) -> Family:
     """The family of a raw config.json.
 
+    Args:
+        quantization: what the checkpoint says of its quantization.
+
     Raises:
-        UnsupportedModelError: no model_type, one that is not in the table, or not the architecture that is meant.
+        UnsupportedModelError: no model_type, one that is not in the table, or not the architecture or quant_method that
+            is meant.
     """
     model_type = config.get("model_type")
     if model_type not in FAMILIES:
@@ -143,15 +154,24 @@ def family_of(config: Mapping) -> Family:
             f"model_type {model_type!r} is supported with the architecture {family.architecture}, and config.json has "
             f"{found}"
         )
+    method = (quantization or {}).get("quant_method")
+    if family.methods and method is not None and method not in family.methods:
+        raise UnsupportedModelError(
+            f"model_type {model_type!r} is supported with quant_method {' or '.join(family.methods)}: with {method!r} "
+            "it is not known which rows gate_proj and up_proj hold"
+        )
     return family
 
 
 def activation_of(config: Mapping) -> Activation:
-    """The experts' activation by the language model's `hidden_act`.
+    """The experts' activation by the language model's config.
 
     Raises:
         UnsupportedModelError: an activation that no kernel has.
     """
+    family = FAMILIES.get(config.get("model_type"))
+    if family is not None and family.clamped:
+        return Activation("swiglu_clamped", config.get("swiglu_alpha", 1.702), config.get("swiglu_limit", 7.0))
     name = config.get("hidden_act", "silu")
     if name not in ACTIVATIONS:
         raise UnsupportedModelError(f"hidden_act {name!r} is not supported; known: {', '.join(ACTIVATIONS)}")

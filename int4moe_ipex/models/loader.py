@@ -149,7 +149,7 @@ class Prepared:
 def prepare(path: str | Path, settings: Config, attn_implementation: str | None = None) -> Prepared:
     """Everything that a load decides before it reads or allocates a tensor. Raises what `load` raises for that."""
     checkpoint = Checkpoint.open(path, collect=True)
-    family = family_of(checkpoint.config)
+    family = family_of(checkpoint.config, checkpoint.quantization)
     infos, problems = formats.survey(checkpoint)
     hf_config = hf_config_of(checkpoint.path, family)
     activation = activation_of(hf_config.to_dict())

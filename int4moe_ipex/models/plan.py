@@ -51,9 +51,10 @@ PLAIN = {
     "is_concatenated": True,
     "has_post_expert_norm": False,
 }
+CLAMPED = PLAIN | {"has_bias": True, "is_transposed": True, "is_concatenated": False}
 
 
-def is_experts(module: nn.Module) -> bool:
+def is_experts(module: nn.Module, family: Family) -> bool:
     """Whether a module is transformers' collection of fused experts (3-D gate_up_proj and down_proj).
 
     Raises:
@@ -62,7 +63,8 @@ def is_experts(module: nn.Module) -> bool:
     gate_up, down = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)
     if not all(isinstance(p, nn.Parameter) and p.dim() == 3 for p in (gate_up, down)):
         return False
-    other = [name for name, value in PLAIN.items() if getattr(module, name, value) != value]
+    known = CLAMPED if family.clamped else PLAIN
+    other = [name for name, value in known.items() if getattr(module, name, value) != value]
     if other:
         raise UnsupportedModelError(f"{type(module).__name__}: not experts of a known kind ({', '.join(other)})")
     return True
@@ -88,7 +90,7 @@ def build_plan(
     planner = _Planner(family, checkpoint, infos, faulty)
     owned: set[str] = set()
     for name, module in model.named_modules():
-        if is_experts(module):
+        if is_experts(module, family):
             planner.add_experts(name, module)
             owned.add(name)
         elif type(module) is nn.Linear and planner.add_linear(name, module):
@@ -129,6 +131,8 @@ class _Planner:
 
     def add_experts(self, name: str, module: nn.Module) -> None:
         num_experts, twice, hidden = module.gate_up_proj.shape
+        if self.family.clamped:
+            twice, hidden = hidden, twice
         shapes = ((twice // 2, hidden), (twice // 2, hidden), (hidden, twice // 2))
         naming = self._naming(name, num_experts)
         found = []
@@ -142,6 +146,8 @@ class _Planner:
                     continue
                 self.use(info)
                 self._check_shape(info, shape)
+                if self.family.clamped and not info.has_bias:
+                    self.problems.append(f"{prefix}.bias: missing")
             found.append(tuple(trio))
         if all(info is not None for trio in found for info in trio):
             self.plan.experts.append(ExpertsPlan(name, tuple(found)))

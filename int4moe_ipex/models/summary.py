@@ -10,10 +10,10 @@ from typing import Any
 
 from int4moe_ipex import formats
 from int4moe_ipex.checkpoint.files import Checkpoint
-from int4moe_ipex.errors import CheckpointError, MissingTensorsError
+from int4moe_ipex.errors import CheckpointError, MissingTensorsError, UnsupportedModelError
 from int4moe_ipex.formats import act_order
 from int4moe_ipex.formats.base import LinearInfo
-from int4moe_ipex.models.families import FAMILIES
+from int4moe_ipex.models.families import family_of
 from int4moe_ipex.packing.store import Store
 
 LAYER = re.compile(r"^(.*?\blayers\.(\d+))\.(.+)$")
@@ -81,14 +81,17 @@ def summarize(path: str | Path) -> Summary:
     summary = Summary(
         path=str(checkpoint.path),
         model_type=model_type,
-        supported=model_type in FAMILIES,
+        supported=True,
         quant_method=(checkpoint.quantization or {}).get("quant_method"),
         nbytes=sum(header.nbytes for header in checkpoint.headers.values()),
         warnings=list(checkpoint.warnings),
         problems=list(checkpoint.problems),
     )
-    if not summary.supported:
-        summary.problems.append(f"model_type {model_type!r} is not supported")
+    try:
+        family_of(checkpoint.config, checkpoint.quantization)
+    except UnsupportedModelError as error:
+        summary.supported = False
+        summary.problems.append(str(error))
     try:
         infos = formats.describe(checkpoint)
     except MissingTensorsError as error:

@@ -125,7 +125,7 @@ PUBLISHED = {
 }
 
 
-@pytest.mark.parametrize("family", [family for family, tiny in FAMILIES.items() if tiny.holder is None])
+@pytest.mark.parametrize("family", [f for f, tiny in FAMILIES.items() if tiny.holder is None and f != "gpt_oss"])
 def test_every_family_loads_and_is_finite(tmp_path, family):
     config = COMMON | FAMILIES[family].config | {"vocab_size": 304, "model_type": family}
     write_checkpoint(tmp_path, config, Scheme("gptq", 16))

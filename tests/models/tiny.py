@@ -54,6 +54,7 @@ class Tiny:
         stock: the model_type of the language model in transformers, where it is another.
         holder: fields of a config.json around the language model's, which is its text_config.
         unread: names of stored tensors that the language model has no use for.
+        method: the quant_method of such checkpoints.
         renamed_type: the language model's own model_type in config.json, where transformers' is another.
     """
 
@@ -63,6 +64,7 @@ class Tiny:
     stock: str = ""
     holder: dict | None = None
     unread: tuple[str, ...] = ()
+    method: str = "compressed-tensors"
     renamed_type: str = ""
 
 
@@ -93,6 +95,10 @@ FAMILIES: dict[str, Tiny] = {
         unread=("mtp.fc.weight", "model.visual.patch_embed.proj.weight"),
     ),
     "qwen3_5_moe_text": Tiny(SHARED | GDN, unread=("mtp.fc.weight",)),
+    "gpt_oss": Tiny(
+        {"num_local_experts": 4, "head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+        method="auto-round",
+    ),
     "minimax_m2": Tiny({"num_local_experts": 4, "head_dim": 16, "intermediate_size": 32}, (BLOCK,), MIXTRAL),
     "minimax": Tiny(
         {"num_local_experts": 4, "head_dim": 16, "intermediate_size": 32},
@@ -141,7 +147,7 @@ def stock_model(family: str, **changes) -> torch.nn.Module:
     for name, tensor in [*model.named_buffers(), *model.named_parameters()]:
         if name.endswith(("e_score_correction_bias", "expert_bias", "sinks")):
             torch.nn.init.uniform_(tensor, -0.1, 0.1)
-        if name.endswith("proj.bias"):
+        if name.endswith(("proj.bias", "proj_bias", "router.bias")):
             torch.nn.init.uniform_(tensor, -0.5, 0.5)
         if name.endswith("norm.weight"):
             with torch.no_grad():
@@ -209,10 +215,13 @@ def write_checkpoint(
             if hasattr(module, "gate_up_proj"):
                 for e in range(module.gate_up_proj.shape[0]):
                     prefixes = [f"{rename(name)}.{e}.{projection}" for projection in names]
+                    if family == "gpt_oss":
+                        _gpt_oss_expert(module, e, prefixes, linear, writer)
+                        continue
                     parts = (*module.gate_up_proj[e].chunk(2), module.down_proj[e])
                     gate, up, down = (linear(*pair) for pair in zip(prefixes, parts))
                     module.gate_up_proj[e], module.down_proj[e] = torch.cat((gate, up)), down
-                done |= {f"{name}.gate_up_proj", f"{name}.down_proj"}
+                done |= {f"{name}.{kind}_proj{bias}" for kind in ("gate_up", "down") for bias in ("", "_bias")}
             elif isinstance(module, torch.nn.Linear) and not name.endswith(DENSE):
                 module.weight.copy_(linear(rename(f"{name}.")[:-1], module.weight))
                 done.add(f"{name}.weight")
@@ -232,8 +241,19 @@ def write_checkpoint(
     if tiny.holder is not None:
         config = {"model_type": family, "text_config": config, **tiny.holder}
     if not dense:
-        config["quantization_config"] = QUANTIZATION
+        config["quantization_config"] = QUANTIZATION | {"quant_method": tiny.method}
     (folder / "config.json").write_text(json.dumps(config, default=str))
+
+
+def _gpt_oss_expert(module: torch.nn.Module, e: int, prefixes: list[str], linear, writer: _Writer) -> None:
+    """Gate and up take turns in columns of the module tree; AutoRound stores them apart, each with its bias."""
+    gate_up, biases = module.gate_up_proj[e], module.gate_up_proj_bias[e]
+    gate, up, down = prefixes
+    gate_up[:, ::2] = linear(gate, gate_up[:, ::2].T).T
+    gate_up[:, 1::2] = linear(up, gate_up[:, 1::2].T).T
+    module.down_proj[e] = linear(down, module.down_proj[e].T).T
+    for prefix, bias in zip(prefixes, (biases[::2], biases[1::2], module.down_proj_bias[e])):
+        writer.tensors[f"{prefix}.bias"] = bias.clone()
 
 
 QUANTIZATION = {
@@ -247,4 +267,5 @@ QUANTIZATION = {
         }
     },
     "ignore": ["lm_head"],
+    "packing_format": "auto_round:llm_compressor",  # which AutoRound alone reads
 }

@@ -12,7 +12,7 @@ from int4moe_ipex.serve.batch import BatchModel, prefill
 from tests.models.tiny import FAMILIES, stock_model, write_checkpoint
 
 PROMPTS = ([1, 5, 9], [33, 60, 7, 7, 41], [13])
-ONE_BY_ONE = {"qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text", "lfm2_moe", "mimo_v2_flash"}
+ONE_BY_ONE = {"qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text", "lfm2_moe", "mimo_v2_flash", "gpt_oss"}
 
 
 @pytest.mark.skipif(not attention.available(), reason="no native core here, or a CPU without AVX2")
