@@ -190,7 +190,16 @@ def _gptq_matcher(config: dict[str, Any], default: ModuleScheme) -> Matcher:
 def _flatten(entries: Any) -> list[str]:
     if isinstance(entries, str):
         return [entry.strip() for entry in entries.split(",") if entry.strip()]
+    if not isinstance(entries, (list, tuple)):
+        raise FormatError(f"quantization config: {entries!r} stands where module names are expected")
     return [name for entry in entries for name in _flatten(entry)]
+
+
+def _names(config: dict[str, Any], key: str) -> list[str]:
+    names = config.get(key) or []
+    if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
+        raise FormatError(f"quantization config: {key} is {names!r}, not a list of names")
+    return names
 
 
 # AWQ ----------------------------------------------------------------------------------------------------------------
@@ -307,10 +316,10 @@ def _parse_compressed_tensors(config: dict[str, Any]) -> QuantizationScheme:
         if scheme is None:
             continue
         schemes.append(scheme)
-        for target in group.get("targets") or []:
+        for target in _names(group, "targets"):
             ranked.append(_ct_target(target, scheme))
     ranked.sort(key=lambda entry: (entry[0], entry[1]))
-    exact_ignore, ignore = _ct_ignore(config.get("ignore") or [])
+    exact_ignore, ignore = _ct_ignore(_names(config, "ignore"))
 
     def match(name: str) -> ModuleScheme | None:
         if name in exact_ignore or any(pattern.match(name) for pattern in ignore):

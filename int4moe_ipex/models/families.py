@@ -144,9 +144,11 @@ def family_of(config: Mapping, quantization: Mapping | None = None) -> Family:
             is meant.
     """
     model_type = config.get("model_type")
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
-        why = REFUSED.get(model_type, "it is not guessed, because families differ in routing, naming and activation")
+        why = REFUSED.get(
+            str(model_type), "it is not guessed, because families differ in routing, naming and activation"
+        )
         raise UnsupportedModelError(f"model_type {model_type!r} is not supported: {why}. Supported families: {known}")
     family, found = FAMILIES[model_type], config.get("architectures")
     if family.architecture and found != [family.architecture]:

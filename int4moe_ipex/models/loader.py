@@ -153,7 +153,7 @@ def prepare(path: str | Path, settings: Config, attn_implementation: str | None 
     infos, problems = formats.survey(checkpoint)
     hf_config = hf_config_of(checkpoint.path, family)
     activation = activation_of(hf_config.to_dict())
-    model = meta_model(hf_config, getattr(torch, settings.dtype), attn_implementation)
+    model = meta_model(checkpoint.path, hf_config, getattr(torch, settings.dtype), attn_implementation)
     plan = build_plan(model, family, checkpoint, infos, problems)
     warnings = [*checkpoint.warnings, *sorted({w for info in infos.values() for w in info.warnings})]
     return Prepared(checkpoint, model, plan, activation, warnings)

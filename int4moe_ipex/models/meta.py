@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from int4moe_ipex.errors import UnsupportedModelError
+from int4moe_ipex.errors import CheckpointError, UnsupportedModelError
 from int4moe_ipex.models.families import Family
 
 
@@ -28,6 +30,7 @@ def hf_config_of(path: Path, family: Family) -> Any:
 
     Raises:
         UnsupportedModelError: this release of transformers has no such model.
+        CheckpointError: it refuses config.json.
     """
     import transformers
 
@@ -35,21 +38,38 @@ def hf_config_of(path: Path, family: Family) -> Any:
     if model_type not in transformers.CONFIG_MAPPING:
         raise UnsupportedModelError(f"transformers {transformers.__version__} has no {model_type}: a later one may")
     config_class = transformers.CONFIG_MAPPING[model_type]
-    fields, _ = config_class.get_config_dict(path, local_files_only=True)
-    config = config_class.from_dict(fields | {"model_type": model_type}).get_text_config()
+    with _naming_config(path):
+        fields, _ = config_class.get_config_dict(path, local_files_only=True)
+        config = config_class.from_dict(fields | {"model_type": model_type}).get_text_config()
     # transformers would look for a quantizer of its own; the formats are translated here instead.
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     return config
 
 
-def meta_model(hf_config: Any, dtype: torch.dtype, attn_implementation: str | None) -> nn.Module:
-    """The causal language model of a config, on the meta device."""
+def meta_model(path: Path, hf_config: Any, dtype: torch.dtype, attn_implementation: str | None) -> nn.Module:
+    """The causal language model of a folder's config, on the meta device.
+
+    Raises:
+        CheckpointError: transformers cannot make one of it.
+    """
     from transformers import AutoModelForCausalLM
 
     kwargs = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
-    with meta_device():
+    with _naming_config(path), meta_device():
         return AutoModelForCausalLM.from_config(hf_config, dtype=dtype, **kwargs)
+
+
+@contextlib.contextmanager
+def _naming_config(path: Path) -> Iterator[None]:
+    """Errors of transformers, which may be of any kind, name the file whose values it dislikes."""
+    try:
+        yield
+    except ImportError:  # of an attention implementation that was asked for
+        raise
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise CheckpointError(f"{path / 'config.json'}: transformers makes no model of it: {reason}") from error
 
 
 def put_tensor(model: nn.Module, name: str, value: torch.Tensor) -> None:

@@ -207,7 +207,7 @@ def open_store(
         check_layout(store, layout)
     settings = _with_dtype_of(store, settings)
     hf_config = hf_config_of(store.path, family_of(store.files.config))
-    model = meta_model(hf_config, getattr(torch, settings.dtype), attn_implementation)
+    model = meta_model(store.path, hf_config, getattr(torch, settings.dtype), attn_implementation)
     opener = _Opener(store, settings, activation_of(hf_config.to_dict()))
     modules = store.manifest["modules"]
     for number, (name, record) in enumerate(modules.items(), 1):

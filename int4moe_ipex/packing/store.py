@@ -81,8 +81,20 @@ class StoreWriter:
     def finish(self, manifest: dict[str, Any]) -> None:
         """Writes what waits, and the manifest last."""
         self.flush()
-        content = {"format": FORMAT, "version": VERSION, "files": self.files, **manifest}
-        _write(self.folder / MANIFEST, [json.dumps(content, indent=1).encode()])
+        write_manifest(self.folder, {"format": FORMAT, "version": VERSION, "files": self.files, **manifest})
+
+
+def write_manifest(folder: Path, content: dict[str, Any]) -> None:
+    """Writes it with its seal; config.json is there already."""
+    _write(folder / MANIFEST, [json.dumps({**content, "seal": _seal(folder, content)}, indent=1).encode()])
+
+
+def _seal(folder: Path, manifest: dict[str, Any]) -> str:
+    """SHA-256 of what decides how the weights are read: the manifest but for the seal, and config.json."""
+    content = {key: value for key, value in manifest.items() if key != "seal"}
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode())
+    digest.update((folder / "config.json").read_bytes())
+    return digest.hexdigest()
 
 
 def write_safetensors(file: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
@@ -267,7 +279,8 @@ class Store:
         """Reads the manifest and the headers.
 
         Raises:
-            StoreError: no store, another version, a file that is missing or has another size.
+            StoreError: no store, another version, a file that is missing or has another size, a manifest or config.json
+                that has changed.
         """
         folder = Path(path).expanduser()
         try:
@@ -275,7 +288,7 @@ class Store:
         except FileNotFoundError:
             sentence = f"{folder}: is no prepacked store (it has no {MANIFEST}); make one with int4moe convert"
             raise StoreError(sentence) from None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise StoreError(f"{folder / MANIFEST}: cannot be read: {error}") from None
         if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
             raise StoreError(f"{folder / MANIFEST}: is not the manifest of a prepacked store")
@@ -284,9 +297,13 @@ class Store:
                 f"{folder}: is a store of version {manifest.get('version')}, and this release reads version {VERSION}; "
                 "convert the checkpoint again"
             )
-        missing = [key for key in ("files", "source", *KEYS) if key not in manifest]
+        missing = [key for key in ("files", "source", *KEYS, "seal") if key not in manifest]
         if missing:
             raise StoreError(f"{folder / MANIFEST}: lacks {', '.join(missing)}; convert the checkpoint again")
+        if not (folder / "config.json").is_file() or manifest["seal"] != _seal(folder, manifest):
+            raise StoreError(
+                f"{folder}: {MANIFEST} and config.json are not as they were written; convert the checkpoint again"
+            )
         for name, written in manifest["files"].items():
             file = folder / name
             if not file.is_file():

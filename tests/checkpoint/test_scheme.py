@@ -287,6 +287,11 @@ def test_compressed_tensors_empty_additions_are_nothing():
         ct_label({"group_size": None}),
         ct_label(ignore=["re:("]),
         ct_label(targets=("re:[",)),
+        ct_label(targets=(1,)),
+        ct_label(ignore=[None]),
+        ct_label(ignore={"a": 1}),
+        {"quant_method": "awq", "bits": 4, "group_size": 128, "modules_to_not_convert": 3},
+        {"quant_method": "gptq", "bits": 4, "group_size": 128, "modules_in_block_to_quantize": [None]},
     ],
 )
 def test_values_that_no_tool_writes(label):

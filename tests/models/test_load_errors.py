@@ -122,3 +122,32 @@ def test_packed_models_are_not_saved_without_their_experts(checkpoint, tmp_path)
     with pytest.raises(UnsupportedModelError, match="int4moe convert"):
         model.save_pretrained(tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"head_dim": {}},
+        {"rms_norm_eps": "x"},
+        {"rope_parameters": {"rope_type": "frobnicate", "rope_theta": 1.0}},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": None}},
+        {"dtype": "float31"},
+        {"id2label": 3},
+    ],
+    ids=str,
+)
+def test_values_that_transformers_refuses_name_the_file(checkpoint, changes):
+    file = checkpoint / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    with pytest.raises(CheckpointError) as caught:
+        int4moe_ipex.load(checkpoint)
+    message = str(caught.value)
+    assert message.startswith(f"{file}: transformers makes no model of it: ") and "\n" not in message
+
+
+@pytest.mark.parametrize("model_type", [["qwen3_moe"], None, 1, "qwen99_moe"])
+def test_model_types_that_are_none(checkpoint, model_type):
+    file = checkpoint / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_type": model_type}))
+    with pytest.raises(UnsupportedModelError, match="is not supported"):
+        int4moe_ipex.load(checkpoint)

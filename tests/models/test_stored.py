@@ -20,7 +20,7 @@ from int4moe_ipex.errors import BackendError, ConfigError, StoreError
 from int4moe_ipex.models import stored
 from int4moe_ipex.moe.activations import Activation
 from int4moe_ipex.packing import records
-from int4moe_ipex.packing.store import MANIFEST, Store
+from int4moe_ipex.packing.store import MANIFEST, Store, write_manifest
 from tests.models.tiny import FAMILIES, stock_model, write_checkpoint
 from tests.real import EXAMPLE, REPO, checkpoints
 
@@ -238,7 +238,7 @@ def test_two_stores_at_once_are_a_contradiction(made, tmp_path):
 def change_manifest(store, change):
     manifest = json.loads((store / MANIFEST).read_text())
     change(manifest)
-    (store / MANIFEST).write_text(json.dumps(manifest))
+    write_manifest(store, manifest)
 
 
 @needs("native")

@@ -170,8 +170,7 @@ def test_an_older_store_gives_way_when_the_new_one_is_whole(tmp_path):
 
 
 def edit(folder, **changes):
-    manifest = json.loads((folder / MANIFEST).read_text())
-    (folder / MANIFEST).write_text(json.dumps({**manifest, **changes}))
+    store.write_manifest(folder, {**json.loads((folder / MANIFEST).read_text()), **changes})
 
 
 def test_wrong_stores_are_one_sentence_each(tmp_path):
@@ -199,7 +198,16 @@ def test_wrong_stores_are_one_sentence_each(tmp_path):
     assert refused().startswith(f"{out / MANIFEST}: cannot be read: ")
     (out / MANIFEST).write_text("[1]")
     assert "is not the manifest of a prepacked store" in refused()
+    (out / MANIFEST).write_text(good.replace('"bfloat16"', '"float16"'))
+    assert "are not as they were written" in refused()
     (out / MANIFEST).write_text(good)
+    config = (out / "config.json").read_text()
+    (out / "config.json").write_text(config.replace("10000", "10001"))
+    assert "are not as they were written" in refused()
+    (out / "config.json").unlink()
+    assert "are not as they were written" in refused()
+    (out / "config.json").write_text(config)
+    Store.open(out)
     os.truncate(weights, weights.stat().st_size - 64)
     assert refused().startswith(f"{weights}: has ") and "were written; convert again" in refused()
     weights.unlink()
