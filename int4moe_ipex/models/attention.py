@@ -19,8 +19,9 @@ NAME = "int4moe"
 ROWS = "int4moe_rows"
 # Products below which one thread is enough: another region of threads takes as long.
 ALONE = 1 << 18
-# Heads that read the same latents in one pass (csrc/isa/attention_kernels.h); several tasks let threads share them.
-LATENT_HEADS = 8
+# Heads that read the same latents in one pass (csrc/isa/attention_kernels.h); several tasks let threads share them, and
+# fewer heads would read them too often.
+LATENT_HEADS = range(8, 3, -1)
 # Arguments of the interface that change nothing once there is no mask; any other that is set goes to sdpa.
 HARMLESS = frozenset({"sliding_window", "position_ids", "use_cache", "output_router_logits", "cache_position"})
 
@@ -103,7 +104,7 @@ def _takes(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: 
 
 def heads_together(heads: int) -> int:
     """Heads of one token that go over the latents they share in one task of the kernel."""
-    return LATENT_HEADS if heads % LATENT_HEADS == 0 else heads
+    return next((n for n in LATENT_HEADS if heads % n == 0), heads)
 
 
 def over_latents(query: torch.Tensor, latent: torch.Tensor, turned: torch.Tensor, scaling: float) -> torch.Tensor:

@@ -33,6 +33,7 @@ MODELS = {
     "Glm4MoeModel",
     "DeepseekV2Model",
     "DeepseekV3Model",
+    "Glm4MoeLiteModel",
 }
 # Products of a step that one thread computes as fast as several, which meet eight times a layer.
 ALONE = 1 << 20

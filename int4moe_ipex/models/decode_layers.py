@@ -45,6 +45,7 @@ LAYERS = {
     "Glm4MoeDecoderLayer",
     "DeepseekV2DecoderLayer",
     "DeepseekV3DecoderLayer",
+    "Glm4MoeLiteDecoderLayer",
 }
 # Of blocks, with the name of the MLP that they add to the experts.
 BLOCKS = {
@@ -54,6 +55,7 @@ BLOCKS = {
     "Glm4MoeMoE": "shared_experts",
     "DeepseekV2Moe": "shared_experts",
     "DeepseekV3MoE": "shared_experts",
+    "Glm4MoeLiteMoE": "shared_experts",
 }
 # Settings of single families that change what their modules compute, with the values that do not.
 PLAIN = {"sliding_window": (None, 0), "clip_qkv": (None,)}

@@ -204,22 +204,24 @@ class FusedPartialAttention(FusedAttention):
 
 
 # Classes of transformers whose forward is known to be what the fused one computes, by name in their own module.
-NORMS = {f"{f}RMSNorm" for f in ("Qwen2Moe", "Qwen3Moe", "Mixtral", "Olmoe", "DeepseekV2", "DeepseekV3", "Glm4Moe")}
+PREFIXES = ("Qwen2Moe", "Qwen3Moe", "Mixtral", "Olmoe", "DeepseekV2", "DeepseekV3", "Glm4Moe", "Glm4MoeLite")
+NORMS = {f"{f}RMSNorm" for f in PREFIXES}
 ATTENTIONS = {"Qwen2MoeAttention", "Qwen3MoeAttention", "MixtralAttention"}
 WHOLE_NORM_ATTENTIONS = {"OlmoeAttention"}
 PARTIAL_ATTENTIONS = {"Glm4MoeAttention"}
 LATENT_ATTENTIONS = {
     "DeepseekV2Attention": FusedComplexLatentAttention,
     "DeepseekV3Attention": FusedLatentAttention,
+    "Glm4MoeLiteAttention": FusedLatentAttention,
 }
-ROTARY = {f"{f}RotaryEmbedding" for f in ("Qwen2Moe", "Qwen3Moe", "Mixtral", "Olmoe", "DeepseekV3", "Glm4Moe")}
 COMPLEX_ROTARY = {"DeepseekV2RotaryEmbedding"}
+ROTARY = {f"{f}RotaryEmbedding" for f in PREFIXES} - COMPLEX_ROTARY
 # Of rotary embeddings; other kinds change their frequencies with the length of the sequence.
 FIXED_KINDS = {"default", "linear", "llama3", "yarn"}
 ROUTERS = {"Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter", "OlmoeTopKRouter", "MixtralTopKRouter"}
-SIGMOID_ROUTERS = {"DeepseekV3TopkRouter", "Glm4MoeTopkRouter"}
+SIGMOID_ROUTERS = {"DeepseekV3TopkRouter", "Glm4MoeTopkRouter", "Glm4MoeLiteTopkRouter"}
 GROUP_ROUTERS = {"DeepseekV2TopkRouter"}
-MLPS = {"Qwen2MoeMLP", "DeepseekV2MLP", "DeepseekV3MLP", "Glm4MoeMLP"}
+MLPS = {"Qwen2MoeMLP", "DeepseekV2MLP", "DeepseekV3MLP", "Glm4MoeMLP", "Glm4MoeLiteMLP"}
 SHARED_EXPERT_BLOCKS = {"Qwen2MoeSparseMoeBlock"}
 
 

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(not attention.available(), reason="no native cor
 @pytest.mark.parametrize("compute", ["w4a16", "w4a8"])
 @pytest.mark.parametrize("rows", [1, 2, 7, 32])
 @pytest.mark.parametrize(
-    "family", ["qwen3_moe", "mixtral", "olmoe", "qwen2_moe", "glm4_moe", "deepseek_v2", "deepseek_v3"]
+    "family", ["qwen3_moe", "mixtral", "olmoe", "qwen2_moe", "glm4_moe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"]
 )
 def test_bits_of_the_modules(tmp_path, steps, family, rows, compute):
     model = int4moe_ipex.load(checkpoint(tmp_path, family), compute=compute)

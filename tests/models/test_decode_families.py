@@ -35,6 +35,7 @@ FUSED = {
     "qwen2_moe": {"Qwen2MoeAttention", "Qwen2MoeTopKRouter", "Qwen2MoeMLP", "Qwen2MoeSparseMoeBlock"},
     "glm4_moe": {"Glm4MoeAttention", "Glm4MoeTopkRouter", "Glm4MoeMLP", "Glm4MoeRMSNorm"},
     "deepseek_v2": {"DeepseekV2Attention", "DeepseekV2TopkRouter", "DeepseekV2MLP", "DeepseekV2RMSNorm"},
+    "glm4_moe_lite": {"Glm4MoeLiteAttention", "Glm4MoeLiteTopkRouter", "Glm4MoeLiteMLP", "Glm4MoeLiteRMSNorm"},
     "deepseek_v3": {"DeepseekV3Attention", "DeepseekV3TopkRouter", "DeepseekV3MLP", "DeepseekV3RMSNorm"},
 }
 

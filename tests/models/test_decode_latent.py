@@ -54,8 +54,17 @@ def test_what_goes_through_the_modules(tmp_path, steps, family, changes):
     assert relative(ours, logits_of(model, rows=2)) < 3e-2
 
 
-def test_halves_that_are_turned_go_through_the_modules(tmp_path, steps):
-    model = int4moe_ipex.load(checkpoint(tmp_path, "deepseek_v3"))
+def test_a_part_that_is_turned_goes_through_the_modules(tmp_path, steps):
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+    model = int4moe_ipex.load(checkpoint(tmp_path, "glm4_moe_lite", rope_parameters=rope))
+    with pytest.raises(RuntimeError):  # transformers' own rotates all of it
+        logits_of(model)
+    assert not steps
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe_lite"])
+def test_halves_that_are_turned_go_through_the_modules(tmp_path, steps, family):
+    model = int4moe_ipex.load(checkpoint(tmp_path, family))
     before = logits_of(model)
     model.config.rope_interleave = False
     ours = logits_of(model)

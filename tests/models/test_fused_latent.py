@@ -7,6 +7,7 @@ import torch
 from transformers.cache_utils import DynamicCache
 from transformers.models.deepseek_v2 import modeling_deepseek_v2 as v2
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as v3
+from transformers.models.glm4_moe_lite import modeling_glm4_moe_lite as lite
 
 import int4moe_ipex
 from int4moe_ipex.backends import native
@@ -19,7 +20,7 @@ from tests.models.test_decode_families import unfuse
 
 pytestmark = pytest.mark.skipif(not attention.available(), reason="no native core here, or a CPU without AVX2")
 
-FAMILIES = {"deepseek_v2": "DeepseekV2", "deepseek_v3": "DeepseekV3"}
+FAMILIES = {"deepseek_v2": "DeepseekV2", "deepseek_v3": "DeepseekV3", "glm4_moe_lite": "Glm4MoeLite"}
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 1e4,
@@ -121,6 +122,8 @@ def rotary(family: str, rope: dict):
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "qk_rope_head_dim": 16, "max_position_embeddings": 64}
     if family == "deepseek_v2":
         return v2.DeepseekV2RotaryEmbedding(v2.DeepseekV2Config(**sizes, rope_parameters=rope))
+    if family == "glm4_moe_lite":
+        return lite.Glm4MoeLiteRotaryEmbedding(lite.Glm4MoeLiteConfig(**sizes, rope_parameters=rope))
     return v3.DeepseekV3RotaryEmbedding(v3.DeepseekV3Config(**sizes, rope_parameters=rope))
 
 
@@ -149,6 +152,7 @@ SETTINGS = {
     "queries in one": {"q_lora_rank": None},
     "biases": {"attention_bias": True},
     "eight heads": {"num_attention_heads": 8, "num_key_value_heads": 8},
+    "ten heads": {"num_attention_heads": 10, "num_key_value_heads": 10, "hidden_size": 160},
     "wide values": {"v_head_dim": 48},
     "no groups": {"n_group": 1, "topk_group": 1},
 }
