@@ -73,16 +73,30 @@ def test_bfloat16_is_as_near_as_transformers_own_modules(family, tmp_path):
         assert error(ours) < 1.5 * theirs + 0.01
 
 
-@pytest.mark.parametrize("family", [f for f, t in FAMILIES.items() if not t.renamed_type and f != "gpt_oss"])
+# Of the others it has no causal language model by their model_type or, of gpt_oss, no names for single experts.
+READ_BY_TRANSFORMERS = [f for f, tiny in FAMILIES.items() if not tiny.renamed_type and f != "gpt_oss"]
+
+
+@pytest.mark.parametrize("family", READ_BY_TRANSFORMERS)
 def test_names_are_those_that_transformers_reads(family, tmp_path):
-    """The names that these tests give to tensors. Of the others transformers has no causal language model by that type
-    or, of gpt_oss, no names for single experts."""
+    """The names that these tests give to tensors, but for those of int4 ones."""
     stock = stock_model(family)
     write_checkpoint(stock, family, tmp_path, dense=True)
     model, info = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, output_loading_info=True)
     assert not info["missing_keys"] and not info["mismatched_keys"]
     assert set(info["unexpected_keys"]) <= set(FAMILIES[family].unread)
     torch.testing.assert_close(logits(model), logits(stock), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", READ_BY_TRANSFORMERS)
+def test_dense_tensors_have_the_dtypes_of_transformers_loader(family, dtype, tmp_path):
+    stock = stock_model(family)
+    write_checkpoint(stock, family, tmp_path / "dense", dense=True)
+    write_checkpoint(stock, family, tmp_path / "int4")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", dtype=dtype).state_dict()
+    ours = int4moe_ipex.load(tmp_path / "int4", backend="reference", dtype=dtype).state_dict()
+    assert ours and {name: tensor.dtype for name, tensor in ours.items()} == {name: theirs[name].dtype for name in ours}
 
 
 @pytest.mark.parametrize("renamed", [True, False])
