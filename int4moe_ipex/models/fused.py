@@ -203,10 +203,16 @@ class FusedPartialAttention(FusedAttention):
         return width <= self.head_dim and width % 2 == 0
 
 
+def _of(kind: str, *families: str) -> set[str]:
+    return {f"{family}{kind}" for family in families}
+
+
 # Classes of transformers whose forward is known to be what the fused one computes, by name in their own module.
-PREFIXES = ("Qwen2Moe", "Qwen3Moe", "Mixtral", "Olmoe", "DeepseekV2", "DeepseekV3", "Glm4Moe", "Glm4MoeLite")
-NORMS = {f"{f}RMSNorm" for f in PREFIXES}
-ATTENTIONS = {"Qwen2MoeAttention", "Qwen3MoeAttention", "MixtralAttention"}
+_DEEPSEEK_LIKE = ("DeepseekV3", "Glm4Moe", "Glm4MoeLite", "Dots1", "ExaoneMoe", "SolarOpen")
+_MORE_NORMS = ("MiniMaxM2", "Ernie4_5_Moe", "HunYuanMoEV1", "Lfm2Moe", "MiMoV2Flash")
+_MORE_MLPS = ("Qwen3Next", "Qwen3_5Moe", "Ernie4_5_Moe", "HunYuanMoEV1", "FlexOlmo", "Afmoe", "MiMoV2Flash")
+NORMS = _of("RMSNorm", "Qwen2Moe", "Qwen3Moe", "Mixtral", "Olmoe", "DeepseekV2", *_DEEPSEEK_LIKE, *_MORE_NORMS)
+ATTENTIONS = {"Qwen2MoeAttention", "Qwen3MoeAttention", "MixtralAttention", "Dots1Attention"}
 WHOLE_NORM_ATTENTIONS = {"OlmoeAttention"}
 PARTIAL_ATTENTIONS = {"Glm4MoeAttention"}
 LATENT_ATTENTIONS = {
@@ -214,15 +220,16 @@ LATENT_ATTENTIONS = {
     "DeepseekV3Attention": FusedLatentAttention,
     "Glm4MoeLiteAttention": FusedLatentAttention,
 }
+_MORE_ROTARY = ("Qwen3Next", "MiniMaxM2", "HunYuanMoEV1", "Lfm2Moe", "Afmoe")
+ROTARY = _of("RotaryEmbedding", "Qwen2Moe", "Qwen3Moe", "Mixtral", "Olmoe", *_DEEPSEEK_LIKE, *_MORE_ROTARY)
 COMPLEX_ROTARY = {"DeepseekV2RotaryEmbedding"}
-ROTARY = {f"{f}RotaryEmbedding" for f in PREFIXES} - COMPLEX_ROTARY
 # Of rotary embeddings; other kinds change their frequencies with the length of the sequence.
 FIXED_KINDS = {"default", "linear", "llama3", "yarn"}
-ROUTERS = {"Qwen2MoeTopKRouter", "Qwen3MoeTopKRouter", "OlmoeTopKRouter", "MixtralTopKRouter"}
-SIGMOID_ROUTERS = {"DeepseekV3TopkRouter", "Glm4MoeTopkRouter", "Glm4MoeLiteTopkRouter"}
+ROUTERS = _of("TopKRouter", "Qwen2Moe", "Qwen3Moe", "Qwen3Next", "Olmoe", "FlexOlmo", "Mixtral")
+SIGMOID_ROUTERS = _of("TopkRouter", *_DEEPSEEK_LIKE, "MiMoV2Flash")
 GROUP_ROUTERS = {"DeepseekV2TopkRouter"}
-MLPS = {"Qwen2MoeMLP", "DeepseekV2MLP", "DeepseekV3MLP", "Glm4MoeMLP", "Glm4MoeLiteMLP"}
-SHARED_EXPERT_BLOCKS = {"Qwen2MoeSparseMoeBlock"}
+MLPS = _of("MLP", "Qwen2Moe", "DeepseekV2", *_DEEPSEEK_LIKE, *_MORE_MLPS)
+SHARED_EXPERT_BLOCKS = _of("SparseMoeBlock", "Qwen2Moe", "Qwen3Next", "Qwen3_5Moe")
 
 
 def _fusion(module: nn.Module) -> type | None:

@@ -1,6 +1,9 @@
 """Fused modules against the transformers modules that they replace, and the cases they must leave to those."""
 
 import copy
+import inspect
+import re
+import sys
 
 import pytest
 import torch
@@ -17,6 +20,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import (
 import int4moe_ipex
 from int4moe_ipex.backends import native
 from int4moe_ipex.models import attention, fused
+from tests.models.tiny import FAMILIES, stock_model
 from tests.real import EXAMPLE
 
 pytestmark = pytest.mark.skipif(not attention.available(), reason="no native core here, or a CPU without AVX2")
@@ -110,6 +114,29 @@ def test_dense_linear(tokens, bias):
     want = F.linear(x.double(), stock.weight.double(), None if stock.bias is None else stock.bias.double())
     assert relative(ours(x), want) < 3e-3
     assert torch.equal(ours(x)[:1], ours(x[:1])) or tokens > native._native.dense_tokens
+
+
+def forward_of(name: str) -> str:
+    """The source of a transformers class's forward, without its names, comments and white space."""
+    found = [module for key, module in sys.modules.items() if key.startswith("transformers.models.")]
+    cls = next(vars(module)[name] for module in found if name in vars(module))
+    family = re.sub("(RMSNorm|Attention|RotaryEmbedding|Top[kK]Router|MLP|SparseMoeBlock)$", "", name)
+    source = re.sub(r'"""(.|\n)*?"""|#.*', "", inspect.getsource(cls.forward))
+    return re.sub(r"\s+", " ", source).replace(family, "")
+
+
+# MixtralTopKRouter keeps float32 scores, which the fused one tells by what it lacks.
+ALIKE = [fused.NORMS, fused.ROTARY, fused.ROUTERS - {"MixtralTopKRouter"}, fused.SIGMOID_ROUTERS]
+ALIKE += [fused.MLPS, fused.SHARED_EXPERT_BLOCKS]
+ALIKE += [{"DeepseekV3Attention", "Glm4MoeLiteAttention"}, {"Qwen3MoeAttention", "Dots1Attention"}]
+
+
+@pytest.mark.parametrize("names", ALIKE, ids=min)
+def test_classes_that_one_module_stands_for_are_alike(names):
+    """Equal word for word in the transformers that is installed, so that tests of one of them are tests of all."""
+    for family in FAMILIES:
+        stock_model(family)  # imports its classes
+    assert len({forward_of(name) for name in names}) == 1
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
