@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from int4moe_ipex.models import attention
+from int4moe_ipex.models import attention, core_calls
 
 COLD_BYTES = 256 << 20
 
@@ -70,14 +70,14 @@ def main() -> None:
         parser.error("needs the native core and a CPU with AVX2")
     torch.set_num_threads(args.threads)
     rows = []
-    print(f"AVX-512: {'yes' if attention.wide() else 'no'}, {args.threads} threads; milliseconds")
+    print(f"AVX-512: {'yes' if core_calls.wide() else 'no'}, {args.threads} threads; milliseconds")
     print(f"{'tokens':>7} {'keys':>6} {'own':>9} {'torch':>9} {'ratio':>6}  own")
     with torch.inference_mode():
         for prompt in (False, True):
             for keys in map(int, args.keys.split(",")):
                 tokens = keys if prompt else 1
                 t = measure(tokens, keys, args)
-                rows.append({"tokens": tokens, "keys": keys, "seconds": t, "avx512": attention.wide()})
+                rows.append({"tokens": tokens, "keys": keys, "seconds": t, "avx512": core_calls.wide()})
                 if prompt:
                     rate = f"{2 * args.heads * args.head_dim * keys * (keys + 1) / t['own'] / 1e9:.0f} GFLOP/s"
                 else:

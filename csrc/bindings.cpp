@@ -4,6 +4,7 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
+#include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
@@ -23,22 +24,33 @@ using namespace int4moe;
 void bind_dense(nb::module_& m) {
   m.def("dense_available", &dense_available, "whether attention and dense_linear run on this CPU");
   m.attr("dense_tokens") = kDenseTokens;
-  m.def("dense_linear", [](int tokens, int64_t rows, int64_t columns, uintptr_t x, uintptr_t w, uintptr_t bias,
-                           uintptr_t y, int threads) {
+  // Bfloat16 weights in 12 bits each; None where that does not pay.
+  nb::class_<Compact>(m, "Compact")
+      .def_static("pack", [](uintptr_t words, int64_t rows, int64_t columns, int threads) {
+        nb::gil_scoped_release release;
+        return Compact::pack(address<const uint16_t>(words), rows, columns, threads);
+      })
+      .def("unpack", [](const Compact& c, uintptr_t words) {
+        nb::gil_scoped_release release;
+        c.unpack(address<uint16_t>(words));
+      })
+      .def_prop_ro("nbytes", &Compact::bytes);
+  m.def("dense_linear", [](int tokens, int64_t rows, int64_t columns, uintptr_t x, uintptr_t w, const Compact* compact,
+                           uintptr_t bias, uintptr_t y, bool avx512, int threads) {
     nb::gil_scoped_release release;
-    dense_linear(tokens, rows, columns, address<uint16_t>(x), address<uint16_t>(w), address<uint16_t>(bias),
-                 address<uint16_t>(y), threads);
-  });
+    dense_linear(dense_weight(w, compact, bias, rows, columns), tokens, address<uint16_t>(x), address<uint16_t>(y), avx512,
+                 threads);
+  }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg());
   m.def("float_linear", [](int tokens, int64_t rows, int64_t columns, uintptr_t x, uintptr_t w, uintptr_t y, int threads) {
     nb::gil_scoped_release release;
     float_linear(tokens, rows, columns, address<uint16_t>(x), address<float>(w), address<float>(y), threads);
   });
   using TwoStrides = std::pair<int64_t, int64_t>;
   m.def("head_linear", [](int64_t tokens, int heads, int64_t rows, int64_t columns, uintptr_t x, TwoStrides xs, uintptr_t w,
-                          uintptr_t y, TwoStrides ys, int threads) {
+                          uintptr_t y, TwoStrides ys, bool avx512, int threads) {
     nb::gil_scoped_release release;
     head_linear({tokens, heads, rows, columns, address<uint16_t>(x), {xs.first, xs.second}, address<uint16_t>(w),
-                 address<uint16_t>(y), {ys.first, ys.second}}, threads);
+                 address<uint16_t>(y), {ys.first, ys.second}, avx512}, threads);
   });
   using Strides = std::tuple<int64_t, int64_t, int64_t>;
   m.def("attention", [](int type, int64_t batch, int heads, int kv_heads, int64_t tokens, int64_t keys, int head_dim,

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "core/compact.h"
 #include "core/cpu_features.h"
 #include "core/experts.h"
 #include "core/linear.h"
@@ -20,6 +21,10 @@ namespace int4moe {
 template <class T>
 T* address(uintptr_t p) {
   return reinterpret_cast<T*>(p);
+}
+
+inline DenseWeight dense_weight(uintptr_t words, const Compact* compact, uintptr_t bias, int64_t rows, int64_t columns) {
+  return {address<const uint16_t>(words), compact ? &compact->words() : nullptr, address<const uint16_t>(bias), rows, columns};
 }
 
 constexpr FloatType kInputTypes[] = {FloatType::kFloat16, FloatType::kBFloat16, FloatType::kFloat32};

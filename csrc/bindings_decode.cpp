@@ -34,10 +34,9 @@ PyDecodeLinear int4_linear(const PyLinear& handle, uintptr_t blob) {
   return p;
 }
 
-PyDecodeLinear dense_linear(uintptr_t weight, uintptr_t bias, int rows, int columns) {
+PyDecodeLinear bfloat16_linear(uintptr_t weight, const Compact* compact, uintptr_t bias, int rows, int columns) {
   PyDecodeLinear p;
-  p.linear.dense = address<const uint16_t>(weight);
-  p.linear.bias = address<const uint16_t>(bias);
+  p.linear.dense = dense_weight(weight, compact, bias, rows, columns);
   p.linear.rows = rows;
   p.linear.columns = columns;
   return p;
@@ -168,7 +167,7 @@ void bind_decode(nb::module_& m) {
   m.def("take_rows", &take_rows);
   nb::class_<PyDecodeLinear>(m, "DecodeLinear")
       .def_static("int4", &int4_linear)
-      .def_static("dense", &dense_linear);
+      .def_static("dense", &bfloat16_linear, nb::arg(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg());
   nb::class_<PyDecodeCaches>(m, "DecodeCaches")
       .def(nb::init<int, int, nb::bytes, nb::object, bool>(), nb::arg("layers"), nb::arg("rows"), nb::arg("kind"),
            nb::arg("layer_type"), nb::arg("inference"))

@@ -34,7 +34,7 @@ class Step {
  public:
   Step(const DecodeShape& shape, const std::vector<DecodeLayer>& layers, const DecodeArgs& args, Assignments& work,
        std::vector<ExpertsItem>& items)
-      : s_(shape), layers_(layers), a_(args), products_(args.rows, args.threads), latent_(shape, args, products_), work_(work), items_(items) {
+      : s_(shape), layers_(layers), a_(args), products_(args.rows, args.threads, shape.avx512), latent_(shape, args, products_), work_(work), items_(items) {
     for (const DecodeLayer& l : layers_) {
       for (const DecodeLinear* p : {&l.q, &l.k, &l.v, &l.o, &l.gate, &l.up, &l.down, &l.score, &l.latent.query}) products_.expect(*p);
       if (s_.latent.rank) latent_.expect(l);
@@ -77,7 +77,7 @@ class Step {
     for (Inputs& in : inputs_) {
       in.hidden = c.take<uint16_t>(rows * size_t(s_.hidden));
       in.normed = c.take<uint16_t>(rows * size_t(s_.hidden));
-      in.wide = c.take<float>(rows * size_t(s_.hidden));
+      in.router = c.take<float>(rows * dense_row_floats(s_.hidden));
       in.q = whole_norms_ ? c.take<uint16_t>(rows * size_t(s_.heads) * s_.head_dim) : nullptr;
       in.k = whole_norms_ ? c.take<uint16_t>(rows * size_t(s_.kv_heads) * s_.head_dim) : nullptr;
       if (s_.latent.rank) in.latent = latent_.carve_inputs(c);
@@ -127,7 +127,7 @@ class Step {
   struct Inputs {
     uint16_t *hidden, *normed;
     uint16_t *q, *k;  // after norms of all heads together
-    float* wide;  // what is normalised for the router
+    float* router;  // what is normalised, as a dense router reads it
     DecodeProducts::Prepared prepared;
     DecodeLatent::Inputs latent;
   };
@@ -316,10 +316,13 @@ class Step {
   void choose(const Team& team, Mine& m, const DecodeLayer& l) {
     const int experts = l.experts.layout->experts();
     const int64_t first = int64_t(experts) * team.id / team.size, last = int64_t(experts) * (team.id + 1) / team.size;
-    if (l.router) each_row(m, [&](int r) { avx2::widen(s_.hidden, normed(m, r), m.in->wide + size_t(r) * s_.hidden); });
+    const DenseKernels& dense = dense_kernels(s_.avx512);
+    const DenseWeight router{l.router, nullptr, nullptr, experts, s_.hidden};
+    const size_t stride = dense_row_floats(s_.hidden);
+    if (l.router) each_row(m, [&](int r) { dense.prepare(s_.hidden, normed(m, r), false, m.in->router + stride * size_t(r)); });
     brought(team, m);
     if (l.router) {
-      products_.dense(l.router, nullptr, experts, s_.hidden, first, last, m.in->wide, logits_);
+      dense.rows(router, first, last, a_.rows, m.in->router, logits_);
     } else {
       avx2::float_rows(a_.rows, first, last, experts, s_.hidden, m.in->normed, l.float_router.weight, float_logits_);
     }

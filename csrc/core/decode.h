@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "core/dense.h"
 #include "core/experts.h"
 #include "core/layout.h"
 #include "isa/kernels.h"
@@ -19,8 +20,7 @@ struct DecodeLinear {
   const Layout* layout = nullptr;  // int4: one expert whose only projection is up
   const Kernels* kernels = nullptr;
   const uint8_t* blob = nullptr;
-  const uint16_t* dense = nullptr;  // [rows, columns] where layout is null
-  const uint16_t* bias = nullptr;   // [rows] or null; of a dense one (an int4 one has its own)
+  DenseWeight dense;  // where layout is null
   int rows = 0, columns = 0;
 };
 

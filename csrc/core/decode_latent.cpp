@@ -6,6 +6,7 @@
 #include "core/elementwise.h"
 #include "core/head_linear.h"
 #include "isa/avx2_elementwise.h"
+#include "isa/dense_kernels.h"
 
 namespace int4moe {
 
@@ -39,7 +40,7 @@ DecodeLatent::Inputs DecodeLatent::carve_inputs(Carver& c) const {
 }
 
 void DecodeLatent::carve(Carver& c, Mine& m) const {
-  m.scratch = c.take<float>(size_t(a_.rows) * size_t(std::max(s_.latent.nope, s_.latent.rank)));
+  m.scratch = c.take<float>(size_t(a_.rows) * dense_row_floats(std::max(s_.latent.nope, s_.latent.rank)));
 }
 
 void DecodeLatent::turn(uint16_t* x, int row) const {
@@ -73,7 +74,7 @@ void DecodeLatent::before(const Team& team, const DecodeProducts::Mine& products
   if (twice) team.barrier();
   const int64_t narrow = width(), wide = s_.head_dim;
   const HeadLinear a{a_.rows, s_.heads, s_.latent.rank, s_.latent.nope, query_, {s_.heads * narrow, narrow}, l.latent.w_key,
-                     queries, {s_.heads * wide, wide}};
+                     queries, {s_.heads * wide, wide}, s_.avx512};
   each_part(s_.heads, a.rows, next[kHeads], [&](int head, int64_t first, int64_t last) {
     head_linear_one(a, head, first, last, m.scratch);
     for (int r = 0; !first && r < a_.rows; ++r) {
@@ -88,7 +89,7 @@ void DecodeLatent::before(const Team& team, const DecodeProducts::Mine& products
 void DecodeLatent::after(const Mine& m, const DecodeLayer& l, const uint16_t* attended, std::atomic<int>* next, uint16_t* mixed) const {
   const int64_t rank = s_.latent.rank, value = s_.latent.value_dim;
   const HeadLinear a{a_.rows, s_.heads, value, rank, attended, {s_.heads * rank, rank}, l.latent.w_value, mixed,
-                     {s_.heads * value, value}};
+                     {s_.heads * value, value}, s_.avx512};
   each_part(s_.heads, a.rows, next[kValues],
             [&](int head, int64_t first, int64_t last) { head_linear_one(a, head, first, last, m.scratch); });
 }

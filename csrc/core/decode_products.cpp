@@ -2,9 +2,7 @@
 
 #include <algorithm>
 
-#include "core/dense.h"
 #include "core/shares.h"
-#include "isa/avx2_dense.h"
 
 namespace int4moe {
 
@@ -19,7 +17,7 @@ Matrix matrix(const DecodeLinear& p) { return p.layout->matrix(p.blob, 0, kUp); 
 
 // Whether b reads what `prepare` wrote for a.
 bool same_input(const DecodeLinear& a, const DecodeLinear& b) {
-  if (!a.layout || !b.layout) return !a.layout && !b.layout;
+  if (!a.layout || !b.layout) return !a.layout && !b.layout && !a.dense.compact == !b.dense.compact;
   return a.kernels == b.kernels && matrix(a).group_size == matrix(b).group_size && !a.layout->perm(a.blob, 0, kUp) &&
          !b.layout->perm(b.blob, 0, kUp);
 }
@@ -31,10 +29,13 @@ void each_row(const DecodeProducts::Mine& m, int rows, F&& f) {
 
 }  // namespace
 
+DecodeProducts::DecodeProducts(int rows, int threads, bool avx512)
+    : rows_(rows), threads_(threads), dense_(dense_kernels(avx512)) {}
+
 void DecodeProducts::expect(const DecodeLinear& p) {
   if (!p.rows) return;
   columns_ = std::max(columns_, p.columns);
-  const size_t bytes = p.layout ? p.kernels->row_bytes(matrix(p)) : size_t(p.columns) * sizeof(float);
+  const size_t bytes = p.layout ? p.kernels->row_bytes(matrix(p)) : dense_row_floats(p.columns) * sizeof(float);
   prepared_bytes_ = std::max(prepared_bytes_, bytes * size_t(rows_));
 }
 
@@ -51,8 +52,11 @@ void DecodeProducts::carve(Carver& c, Mine& m) const {
 
 void DecodeProducts::prepare(const Mine& m, const DecodeLinear& p, const uint16_t* x, uint8_t* prepared) const {
   if (!p.layout) {
-    auto* wide = reinterpret_cast<float*>(prepared);
-    each_row(m, rows_, [&](int r) { avx2::widen(p.columns, x + size_t(r) * p.columns, wide + size_t(r) * p.columns); });
+    auto* to = reinterpret_cast<float*>(prepared);
+    const size_t stride = dense_row_floats(p.columns);
+    each_row(m, rows_, [&](int r) {
+      dense_.prepare(p.columns, x + size_t(r) * p.columns, p.dense.compact, to + stride * size_t(r));
+    });
     return;
   }
   const Matrix w = matrix(p);
@@ -101,7 +105,7 @@ void DecodeProducts::multiply(const Team& team, const Mine& m, const uint16_t* x
 void DecodeProducts::item(const Mine& m, const DecodeLinear& p, int first, int blocks, const uint8_t* prepared, uint16_t* y, const uint8_t* next) const {
   const int column = first * kBlockRows, width = blocks * kBlockRows, valid = std::min(width, p.rows - column);
   if (!p.layout) {
-    dense(p.dense, p.bias, p.rows, p.columns, column, column + valid, reinterpret_cast<const float*>(prepared), y);
+    dense_.rows(p.dense, column, column + valid, rows_, reinterpret_cast<const float*>(prepared), y);
     return;
   }
   const Matrix w = matrix(p);
@@ -118,11 +122,6 @@ void DecodeProducts::item(const Mine& m, const DecodeLinear& p, int first, int b
 }
 
 static_assert(kDecodeRows <= kDenseTokens, "the modules take as many by themselves, with the same bits");
-
-void DecodeProducts::dense(const uint16_t* w, const uint16_t* bias, int64_t rows, int64_t columns, int64_t first,
-                           int64_t last, const float* wide, uint16_t* y) const {
-  avx2::dense_rows(rows_, first, last, rows, columns, wide, w, bias, y);
-}
 
 #endif
 

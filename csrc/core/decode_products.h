@@ -8,6 +8,7 @@
 #include "core/decode.h"
 #include "core/threads.h"
 #include "core/workspace.h"
+#include "isa/dense_kernels.h"
 
 namespace int4moe {
 
@@ -34,7 +35,7 @@ class DecodeProducts {
     int first_row, row_step;  // of the rows that it prepares
   };
 
-  DecodeProducts(int rows, int threads) : rows_(rows), threads_(threads) {}
+  DecodeProducts(int rows, int threads, bool avx512);
 
   // The linears that will come, before anything is carved; one without rows counts for nothing.
   void expect(const DecodeLinear& p);
@@ -44,16 +45,13 @@ class DecodeProducts {
   // Takes shares of the group's outputs until none is left of `next`. x is dense [rows, columns].
   void multiply(const Team& team, const Mine& m, const uint16_t* x, const DecodeGroup& g, std::atomic<int>& next) const;
 
-  // Rows first..last of a dense product, x widened to float32.
-  void dense(const uint16_t* w, const uint16_t* bias, int64_t rows, int64_t columns, int64_t first, int64_t last,
-             const float* wide, uint16_t* y) const;
-
  private:
   void prepare(const Mine& m, const DecodeLinear& p, const uint16_t* x, uint8_t* prepared) const;
   void item(const Mine& m, const DecodeLinear& p, int first, int blocks, const uint8_t* prepared, uint16_t* y,
             const uint8_t* next) const;
 
   int rows_, threads_, columns_ = 0;
+  const DenseKernels& dense_;
   size_t prepared_bytes_ = 0;
 };
 

@@ -2,10 +2,9 @@
 
 #include <algorithm>
 
-#include "core/dense.h"
 #include "core/threads.h"
 #include "core/workspace.h"
-#include "isa/avx2_dense.h"
+#include "isa/dense_kernels.h"
 
 namespace int4moe {
 
@@ -28,19 +27,20 @@ void head_linear(const HeadLinear& a, int threads) {
 }
 
 size_t head_linear_floats(const HeadLinear& a) {
-  return (size_t(std::min<int64_t>(a.tokens, kDenseTokens)) * size_t(a.columns) + 15) / 16 * 16;
+  return size_t(std::min<int64_t>(a.tokens, kDenseTokens)) * dense_row_floats(a.columns);
 }
 
 void head_linear_one(const HeadLinear& a, int head, int64_t first, int64_t last, float* scratch) {
-  const uint16_t* w = a.w + head * a.rows * a.columns;
+  const DenseKernels& kernels = dense_kernels(a.avx512);
+  const size_t row = dense_row_floats(a.columns);
+  // Tokens of a dense product lie as many elements apart as it has rows.
+  const DenseWeight w{a.w + head * a.rows * a.columns, nullptr, nullptr, a.y_stride[0], a.columns};
   for (int64_t from = 0; from < a.tokens; from += kDenseTokens) {
     const int count = int(std::min<int64_t>(kDenseTokens, a.tokens - from));
     for (int t = 0; t < count; ++t) {
-      avx2::widen(a.columns, a.x + (from + t) * a.x_stride[0] + head * a.x_stride[1], scratch + t * a.columns);
+      kernels.prepare(a.columns, a.x + (from + t) * a.x_stride[0] + head * a.x_stride[1], false, scratch + row * size_t(t));
     }
-    // Tokens of a dense product lie as many elements apart as it has rows.
-    uint16_t* y = a.y + from * a.y_stride[0] + head * a.y_stride[1];
-    avx2::dense_rows(count, first, last, a.y_stride[0], a.columns, scratch, w, nullptr, y);
+    kernels.rows(w, first, last, count, scratch, a.y + from * a.y_stride[0] + head * a.y_stride[1]);
   }
 }
 

@@ -17,6 +17,7 @@ struct HeadLinear {
   const uint16_t* w;      // dense [heads, rows, columns]
   uint16_t* y;
   int64_t y_stride[2];
+  bool avx512 = false;    // as in dense_linear
 };
 
 // Needs dense_available(). Throws std::bad_alloc.

@@ -13,6 +13,7 @@ import torch
 from int4moe_ipex.backends import native
 from int4moe_ipex.backends.native import FLOAT_TYPES
 from int4moe_ipex.cpu import detect
+from int4moe_ipex.models import core_calls
 
 NAME = "int4moe"
 # Either of these for several sequences of different lengths (serve/batch.py).
@@ -29,11 +30,6 @@ HARMLESS = frozenset({"sliding_window", "position_ids", "use_cache", "output_rou
 def available() -> bool:
     """Whether this build and this CPU (as capped by INT4MOE_MAX_ISA) have the kernel."""
     return native._native is not None and native._native.dense_available() and detect().has("avx2")
-
-
-def wide() -> bool:
-    """Whether the kernel shall use AVX-512: this CPU has it, and INT4MOE_MAX_ISA allows it."""
-    return detect().has("avx512")
 
 
 def register() -> None:
@@ -144,7 +140,7 @@ def _run(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: f
         value.stride()[:3],
         out.data_ptr(),
         head_dim**-0.5 if scaling is None else scaling,
-        wide(),
+        core_calls.wide(),
         1 if small else torch.get_num_threads(),
     )
     return out

@@ -10,9 +10,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from int4moe_ipex.backends import native
+from int4moe_ipex.cpu import detect
+from int4moe_ipex.models.compact import CompactWeight
 
 DTYPES = {torch.bfloat16: 1, torch.float32: 2}  # csrc/core/layout.h
 MAX_EXPERTS = 1024  # csrc/core/elementwise.cpp
+OWN = frozenset({"_plan", "_tables", "_heads", "_compact"})  # what fused modules keep of others and of their tensors
 
 
 class Fused:
@@ -25,7 +28,7 @@ class Fused:
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies of any sort, which find out by themselves what is kept of other modules and tensors."""
-        return {name: value for name, value in vars(self).items() if name not in ("_plan", "_tables", "_heads")}
+        return {name: value for name, value in vars(self).items() if name not in OWN}
 
     def __reduce_ex__(self, protocol: int) -> Any:
         """Copies and pickles name the two classes: the one made of them can be found nowhere."""
@@ -79,8 +82,18 @@ def float_logits(router: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return logits
 
 
-def few_tokens(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
-    """F.linear where the core has it and is faster: bfloat16, a few tokens, in_features a multiple of 32."""
+def wide() -> bool:
+    """Whether the core shall use vectors of 512 bits: this CPU has AVX-512, and INT4MOE_MAX_ISA allows it."""
+    return detect().has("avx512")
+
+
+def few_tokens(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, compact: CompactWeight | None = None
+) -> torch.Tensor | None:
+    """F.linear where the core has it and is faster: bfloat16, a few tokens, in_features a multiple of 32.
+
+    compact: the same weight in 12 bits.
+    """
     rows, columns = weight.shape
     tokens = x.numel() // columns
     if not (0 < tokens <= native._native.dense_tokens and columns % 32 == 0 and x.dtype is torch.bfloat16):
@@ -94,8 +107,10 @@ def few_tokens(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None)
         columns,
         x.data_ptr(),
         weight.data_ptr(),
+        None if compact is None else compact.packed,
         0 if bias is None else bias.data_ptr(),
         y.data_ptr(),
+        wide(),
         torch.get_num_threads(),
     )
     return y

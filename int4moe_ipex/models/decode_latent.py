@@ -10,6 +10,8 @@ from torch import nn
 from int4moe_ipex.backends import native
 from int4moe_ipex.models import attention
 from int4moe_ipex.models.cache import kind_of
+from int4moe_ipex.models.compact import version_of
+from int4moe_ipex.models.core_calls import wide
 from int4moe_ipex.models.decode_layers import add_block, address_of, keep, linear_of, need, norm_of
 from int4moe_ipex.models.fused import (
     FusedComplexLatentAttention,
@@ -47,7 +49,7 @@ def latent_decoder(plan: Plan, model: nn.Module) -> Any:
     plan.head_dim, heads = rank + turned, first.num_heads
     plan.cache_kind = kind_of((torch.bfloat16, 1, rank), (torch.bfloat16, 1, turned))
     sizes = plan.hidden, heads, heads // attention.heads_together(heads), plan.head_dim
-    decoder = native._native.Decoder(*sizes, attention.wide(), turned)
+    decoder = native._native.Decoder(*sizes, wide(), turned)
     tables = native.FLOAT_TYPES[torch.float32 if numbers else torch.bfloat16]
     decoder.set_latent(rank, nope, value, tables, kind.apart)
     for layer in model.layers:
@@ -104,7 +106,7 @@ def _head_weights(plan: Plan, attn: Any) -> tuple[int, int]:
     else:
         address_of(plan, linear, "weight", linear.weight.shape, linear.weight.dtype)
         keep(plan, linear._parameters, "bias", None)
-        plan.versions.append((linear.weight, linear.weight._version))
+        plan.versions.append((linear.weight, version_of(linear.weight)))
     plan.products += sum(w.numel() for w in weights)
     plan.held.append(weights)
     return tuple(w.data_ptr() for w in weights)

@@ -11,8 +11,9 @@ from torch import nn
 from int4moe_ipex.backends import native
 from int4moe_ipex.backends.by_tokens import PackedByTokens
 from int4moe_ipex.backends.native import NativeExperts, NativeLinear
-from int4moe_ipex.models import attention
 from int4moe_ipex.models.cache import kind_of
+from int4moe_ipex.models.compact import compact_of
+from int4moe_ipex.models.core_calls import wide
 from int4moe_ipex.models.fused import (
     MAX_EXPERTS,
     SILU,
@@ -97,7 +98,7 @@ def decoder_of(plan: Plan, model: nn.Module) -> Any:
     need(plan.turned == plan.head_dim or (isinstance(first, FusedPartialAttention) and plan.turned < plan.head_dim))
     plan.cache_kind = kind_of(*[(torch.bfloat16, kv_heads, plan.head_dim)] * 2)
     sizes = plan.hidden, heads, kv_heads, plan.head_dim
-    decoder = native._native.Decoder(*sizes, attention.wide(), plan.turned)
+    decoder = native._native.Decoder(*sizes, wide(), plan.turned)
     for layer in model.layers:
         _add_layer(plan, decoder, layer, (heads * plan.head_dim, kv_heads * plan.head_dim))
     return decoder
@@ -283,7 +284,19 @@ def linear_of(plan: Plan, module: nn.Module, columns: int, rows: int) -> Any:
         return native._native.DecodeLinear.int4(packed.handle, packed.address)
     need(columns % 32 == 0)
     weight = address_of(plan, module, "weight", (rows, columns))
-    if module.bias is not None:
-        return native._native.DecodeLinear.dense(weight, address_of(plan, module, "bias", (rows,)), rows, columns)
-    plan.guard.equals(module._parameters, "bias", None)
-    return native._native.DecodeLinear.dense(weight, 0, rows, columns)
+    bias = 0
+    if module.bias is None:
+        plan.guard.equals(module._parameters, "bias", None)
+    else:
+        bias = address_of(plan, module, "bias", (rows,))
+    return native._native.DecodeLinear.dense(weight, _compact(plan, module), bias, rows, columns)
+
+
+def _compact(plan: Plan, module: nn.Module) -> Any:
+    """The core's copy of a dense weight in 12 bits, or None."""
+    compact = compact_of(module)
+    if compact is None:
+        return None
+    plan.guard.same(vars(module), "_compact", compact)
+    plan.versions.append((module.weight, compact.version))
+    return compact.packed

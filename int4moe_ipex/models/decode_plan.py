@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from int4moe_ipex.backends import native
+from int4moe_ipex.models.compact import version_of
 from int4moe_ipex.models.decode_layers import Unknown, address_of, decoder_of, keep, need, norm_of
 
 ENDS = ("embed_tokens", "norm")
@@ -54,7 +55,7 @@ class Plan:
     turned: int = 0
     products: int = 0
     held: list[Any] = field(default_factory=list)
-    versions: list[tuple[torch.Tensor, int]] = field(default_factory=list)
+    versions: list[tuple[torch.Tensor, int | None]] = field(default_factory=list)
     weights: list[Weight] = field(default_factory=list)
     watched: bool = False
     ends: Ends | None = None
@@ -75,7 +76,7 @@ class Plan:
         seen = _seen(self), FITS if self.ends is None else _seen(self.ends)
         self.watched = seen[0] == WATCHED
         self.whole = self.ends is not None and self.ends.known and seen[1] == FITS
-        return CHANGED not in seen and all(tensor._version == version for tensor, version in self.versions)
+        return CHANGED not in seen and all(version_of(tensor) == version for tensor, version in self.versions)
 
 
 @dataclass

@@ -14,6 +14,7 @@ from torch import nn
 
 from int4moe_ipex.backends import native
 from int4moe_ipex.models import attention
+from int4moe_ipex.models.compact import compact_of
 from int4moe_ipex.models.core_calls import DTYPES, MAX_EXPERTS, Fused, few_tokens, plain
 from int4moe_ipex.models.fused_latent import FusedComplexLatentAttention, FusedLatentAttention
 from int4moe_ipex.models.fused_moe import (
@@ -54,7 +55,7 @@ class FusedLinear(Fused):
     """A dense bfloat16 linear for a few tokens, at the speed of reading its weight: the head of most checkpoints."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        y = few_tokens(input, self.weight, self.bias)
+        y = few_tokens(input, self.weight, self.bias, compact_of(self))
         return super().forward(input) if y is None else y
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from int4moe_ipex.backends import native
 from int4moe_ipex.canonical import dequantize
 from int4moe_ipex.models import attention
-from int4moe_ipex.models.core_calls import DTYPES, Fused, is_untouched, plain
+from int4moe_ipex.models.core_calls import DTYPES, Fused, is_untouched, plain, wide
 from int4moe_ipex.moe.linear import Int4Linear
 
 # Tables of a rotation as `rotate_pairs` takes them: type, addresses of cos and sin, rows, elements between pairs.
@@ -201,5 +201,6 @@ def _head_products(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor) -> None:
         w.data_ptr(),
         y.data_ptr(),
         y.stride()[:2],
+        wide(),
         torch.get_num_threads(),
     )

@@ -24,8 +24,9 @@ from int4moe_ipex.checkpoint.files import Checkpoint
 from int4moe_ipex.config import Config
 from int4moe_ipex.cpu import CpuFeatures, detect
 from int4moe_ipex.errors import BackendError, CheckpointError, UnsupportedModelError
+from int4moe_ipex.models.compact import make_compact
 from int4moe_ipex.models.families import activation_of, family_of
-from int4moe_ipex.models.fused import fuse
+from int4moe_ipex.models.fused import FusedLinear, fuse
 from int4moe_ipex.models.meta import (
     fill_computed_buffers,
     hf_config_of,
@@ -57,6 +58,7 @@ class LoadReport:
         warnings: one line each: disagreeing labels, a differing copy of a tied head.
         packed_nbytes: bytes of all packed weights.
         fused: transformers' classes whose forward the native core computes (see fused.py) -> how many modules.
+        compact_linears, compact_nbytes: bfloat16 linears that have a copy in 12 bits (see compact.py), and its bytes.
     """
 
     paths: dict[str, list[str]] = field(default_factory=dict)
@@ -64,6 +66,8 @@ class LoadReport:
     warnings: list[str] = field(default_factory=list)
     packed_nbytes: int = 0
     fused: dict[str, int] = field(default_factory=dict)
+    compact_linears: int = 0
+    compact_nbytes: int = 0
 
     def add(self, module: str, packed: Any, rejected: tuple[tuple[str, str], ...]) -> None:
         self.paths.setdefault(packed.path, []).append(module)
@@ -119,7 +123,13 @@ def load(
         filler.fill_tensors()
         filler.fill_linears()
         filler.fill_experts(prepared.activation)
-    finish(prepared.model, prepared.checkpoint.path, filler.report, keep_attention=attn_implementation is not None)
+    finish(
+        prepared.model,
+        prepared.checkpoint.path,
+        filler.report,
+        settings,
+        keep_attention=attn_implementation is not None,
+    )
     return prepared.model
 
 
@@ -258,7 +268,7 @@ def naming(module: str) -> Iterator[None]:
         raise BackendError(f"{module}: {error}") from None
 
 
-def finish(model: nn.Module, path: Path, report: LoadReport, keep_attention: bool) -> None:
+def finish(model: nn.Module, path: Path, report: LoadReport, settings: Config, keep_attention: bool) -> None:
     """The last steps of every load: nothing is left on the meta device, and what the core computes goes to it.
 
     keep_attention: the caller has chosen an attention implementation, which stays.
@@ -272,6 +282,9 @@ def finish(model: nn.Module, path: Path, report: LoadReport, keep_attention: boo
         model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
     if any(name.startswith("native/") for name in report.paths):
         report.fused = fuse(model, keep_attention=keep_attention)
+        if settings.bfloat16_weights == "compact":
+            linears = (module for module in model.modules() if isinstance(module, FusedLinear))
+            report.compact_linears, report.compact_nbytes = make_compact(linears)
     model.config.name_or_path = str(path)
     model.int4moe_report = report
     model.save_pretrained = _no_save

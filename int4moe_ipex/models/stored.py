@@ -222,7 +222,7 @@ def open_store(
     for name in store.manifest["tied"]:
         tie(model, name)
     fill_computed_buffers(model)
-    finish(model, store.path, opener.report, keep_attention=attn_implementation is not None)
+    finish(model, store.path, opener.report, settings, keep_attention=attn_implementation is not None)
     return model
 
 

@@ -84,10 +84,10 @@ struct LatentModel {
 
   DecodeLinear int4(const Kernels& k, int rows, int columns) {
     linears.emplace_back(Layout(1, Dims{}, dims(rows, columns, columns % 32 ? 24 : 32, false), Dims{}), random);
-    return {&linears.back().layout, &k, linears.back().blob.data(), nullptr, nullptr, rows, columns};
+    return {&linears.back().layout, &k, linears.back().blob.data(), {}, rows, columns};
   }
 
-  DecodeLinear dense(int rows, int columns) { return {nullptr, nullptr, nullptr, keep(size_t(rows) * columns, 0.05f), nullptr, rows, columns}; }
+  DecodeLinear dense(int rows, int columns) { return {nullptr, nullptr, nullptr, {keep(size_t(rows) * columns, 0.05f), nullptr, nullptr, rows, columns}, rows, columns}; }
 
   // Of two positions, cos before sin.
   const void* cos() const { return shape.tables == FloatType::kFloat32 ? static_cast<const void*>(numbers.data()) : table.data(); }

@@ -62,7 +62,7 @@ struct Packed {
 inline Words multiply(const DecodeLinear& p, int rows, const Words& x) {
   Words y(size_t(rows) * p.rows);
   if (!p.layout) {
-    dense_linear(rows, p.rows, p.columns, x.data(), p.dense, p.bias, y.data(), 1);
+    dense_linear(p.dense, rows, x.data(), y.data(), false, 1);
     return y;
   }
   linear_forward({p.layout, p.kernels, p.blob, x.data(), kType, rows, p.columns, y.data(), p.rows, 1});

@@ -2,12 +2,14 @@
 #include <cstdio>
 #include <algorithm>
 #include <cstring>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "cases.h"
 #include "core/attention.h"
+#include "core/compact.h"
 #include "core/cpu_features.h"
 #include "core/dense.h"
 #include "core/elementwise.h"
@@ -33,11 +35,12 @@ const std::vector<int64_t> kLengths = [] {
 
 struct Model {
   Random random{31};
-  // The second layer has act-order and biases in its first linear, and a dense one for keys; the third norms over all
+  // The second layer has act-order and biases in its first linear, and a dense one for keys (another, the sixth's, is in 12 bits); the third norms over all
   // heads together. The fourth has a scored MLP beside its experts, the fifth one without a score, the sixth no experts;
   // the seventh chooses by sigmoids.
   std::vector<Packed> linears, experts;
   std::vector<Words> words;  // norms, routers and dense weights
+  std::vector<std::unique_ptr<Compact>> compact;
   std::vector<DecodeLayer> layers;
   std::vector<float> sigmoid;
   Words cos, sin;
@@ -70,7 +73,7 @@ struct Model {
       l.scale = 0.25f;
       if (i >= 3 && i < 6) {
         l.gate = int4(k, kMlp, kHidden, i == 4);
-        l.up = i == 5 ? dense(kMlp, kHidden) : int4(k, kMlp, kHidden, false);
+        l.up = i == 5 ? dense(kMlp, kHidden, true) : int4(k, kMlp, kHidden, false);
         l.down = int4(k, kHidden, kMlp, i == 4);
       }
       if (i == 3) l.score = dense(1, kHidden);
@@ -104,12 +107,14 @@ struct Model {
 
   DecodeLinear int4(const Kernels& k, int rows, int columns, bool more) {
     linears.emplace_back(Layout(1, Dims{}, dims(rows, columns, columns % 32 ? 24 : 32, more), Dims{}), random);
-    return {&linears.back().layout, &k, linears.back().blob.data(), nullptr, nullptr, rows, columns};
+    return {&linears.back().layout, &k, linears.back().blob.data(), {}, rows, columns};
   }
 
-  DecodeLinear dense(int rows, int columns) {
+  DecodeLinear dense(int rows, int columns, bool in_12_bits = false) {
     const uint16_t* w = keep(size_t(rows) * columns, 0.05f);
-    return {nullptr, nullptr, nullptr, w, keep(size_t(rows), 0.01f), rows, columns};
+    if (in_12_bits) compact.push_back(Compact::pack(w, rows, columns, 1));
+    return {nullptr, nullptr, nullptr, {w, in_12_bits ? &compact.back()->words() : nullptr, keep(size_t(rows), 0.01f), rows, columns},
+            rows, columns};
   }
 };
 
@@ -192,7 +197,7 @@ void one_by_one(const Model& m, int rows, State& s) {
     std::vector<float> scores(size_t(rows) * kTopK);
     std::vector<int64_t> ids(size_t(rows) * kTopK);
     if (l.router) {
-      dense_linear(rows, kExperts, kHidden, normed.data(), l.router, nullptr, logits.data(), 1);
+      dense_linear({l.router, nullptr, nullptr, kExperts, kHidden}, rows, normed.data(), logits.data(), false, 1);
       softmax_top_k({kType, rows, kExperts, kTopK, logits.data(), l.normalise, l.score_type, scores.data(), ids.data()}, 1);
     } else {
       std::vector<float> wide(logits.size());

@@ -17,6 +17,8 @@ void test_elementwise(const int4moe::Kernels& k);
 // A whole MoE layer and a linear through the driver, on one and on several threads, against float64.
 void test_layer(const int4moe::Kernels& k);
 void test_attention(const int4moe::Kernels& k);
+// Dense linears, at the row's width of vectors.
+void test_dense(const int4moe::Kernels& k);
 void test_decode(const int4moe::Kernels& k);
 void test_decode_latent(const int4moe::Kernels& k);
 void test_latent(const int4moe::Kernels& k);

@@ -64,18 +64,19 @@ void test_pairs(int turned, bool apart, bool complex) {
 }
 
 // Each head has the bits of a dense linear of its own, on any number of threads.
-void test_heads(int tokens, int heads, int rows, int columns) {
+void test_heads(int tokens, int heads, int rows, int columns, bool avx512) {
   Random random{uint64_t(rows)};
   const int64_t x_width = columns + 16, y_width = rows + 5;
   const Words x = random_words(size_t(tokens * heads * x_width), random), w = random_words(size_t(heads) * rows * columns, random);
   for (const int threads : {1, 2, 5}) {
     const uint16_t untouched = 0x1234;
     Words y(size_t(tokens * heads * y_width), untouched);
-    head_linear({tokens, heads, rows, columns, x.data(), {heads * x_width, x_width}, w.data(), y.data(), {heads * y_width, y_width}}, threads);
+    head_linear({tokens, heads, rows, columns, x.data(), {heads * x_width, x_width}, w.data(), y.data(), {heads * y_width, y_width}, avx512}, threads);
     for (int t = 0; t < tokens; ++t) {
       for (int h = 0; h < heads; ++h) {
         Words alone(static_cast<size_t>(rows));
-        dense_linear(1, rows, columns, x.data() + (t * heads + h) * x_width, w.data() + int64_t(h) * rows * columns, nullptr, alone.data(), 1);
+        dense_linear({w.data() + int64_t(h) * rows * columns, nullptr, nullptr, rows, columns}, 1, x.data() + (t * heads + h) * x_width,
+                     alone.data(), false, 1);
         const auto found = y.begin() + (t * heads + h) * y_width;
         check(std::equal(alone.begin(), alone.end(), found), "head %d of %d tokens on %d threads has the bits of a linear", h, tokens, threads);
         check(std::all_of(found + rows, found + y_width, [&](uint16_t v) { return v == untouched; }), "no more is written");
@@ -109,10 +110,12 @@ void test_latent(const Kernels& k) {
       for (const bool complex : {false, true}) test_pairs(turned, apart, complex);
     }
   }
-  test_heads(1, 1, 16, 32);
-  test_heads(3, 5, 40, 64);
-  test_heads(kDenseTokens, 4, 33, 32);
-  test_heads(2 * kDenseTokens + 3, 2, 64, 96);
+  for (const bool avx512 : {false, true}) {  // where this CPU has it
+    test_heads(1, 1, 16, 32, avx512);
+    test_heads(3, 5, 40, 64, avx512);
+    test_heads(kDenseTokens, 4, 33, 32, avx512);
+    test_heads(2 * kDenseTokens + 3, 2, 64, 96, avx512);
+  }
   test_groups();
 }
 

@@ -57,6 +57,7 @@ void test_one(const Kernels& k, bool quick) {
   test_elementwise(k);
   test_layer(k);
   test_attention(k);
+  test_dense(k);
   test_decode(k);
   test_latent(k);
   test_decode_latent(k);

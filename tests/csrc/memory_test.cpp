@@ -72,7 +72,7 @@ void test_memory() {
   std::vector<uint16_t> x, w, y(size_t(kTokens) * kRows);
   for (int i = 0; i < kTokens * kColumns; ++i) x.push_back(uint16_t(random.below(2) ? 0x3f80 : 0xbf80));  // 1 or -1
   for (int i = 0; i < kRows * kColumns; ++i) w.push_back(uint16_t(random.below(2) ? 0x3f80 : 0xbf80));
-  const auto dense = [&](uint16_t* to) { dense_linear(kTokens, kRows, kColumns, x.data(), w.data(), nullptr, to, 2); };
+  const auto dense = [&](uint16_t* to) { dense_linear({w.data(), nullptr, nullptr, kRows, kColumns}, kTokens, x.data(), to, false, 2); };
   if (dense_available()) {
     std::vector<uint16_t> expected(y.size());
     dense(expected.data());

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from int4moe_ipex.cpu import detect
-from int4moe_ipex.models import attention
+from int4moe_ipex.models import attention, core_calls
 
 pytestmark = pytest.mark.skipif(not attention.available(), reason="no native core here, or a CPU without AVX2")
 
@@ -34,7 +34,7 @@ def width(request, monkeypatch):
     if not detect().has(request.param):
         pytest.skip(f"this CPU lacks {request.param}, or INT4MOE_MAX_ISA forbids it")
     monkeypatch.setenv("INT4MOE_MAX_ISA", request.param)
-    assert attention.wide() == (request.param == "avx512")
+    assert core_calls.wide() == (request.param == "avx512")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

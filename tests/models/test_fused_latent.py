@@ -11,7 +11,7 @@ from transformers.models.glm4_moe_lite import modeling_glm4_moe_lite as lite
 
 import int4moe_ipex
 from int4moe_ipex.backends import native
-from int4moe_ipex.models import attention, fused
+from int4moe_ipex.models import attention, core_calls, fused
 from int4moe_ipex.models.cache import cache_keyword, growing_cache
 from int4moe_ipex.models.fused_latent import FusedLatentAttention
 from int4moe_ipex.serve.batch import BatchModel, prefill
@@ -365,7 +365,7 @@ def test_head_products(count, heads, rows, columns, threads):
 
     def run(x, out):
         views = x.data_ptr(), x.stride()[:2], w.data_ptr(), out.data_ptr(), out.stride()[:2]
-        native._native.head_linear(len(x), heads, rows, columns, *views, threads)
+        native._native.head_linear(len(x), heads, rows, columns, *views, core_calls.wide(), threads)
 
     run(x, out)
     want = torch.einsum("thk,hnk->thn", x.double(), w.double())
