@@ -1,6 +1,7 @@
 """Every family against stock transformers with the same weights: logits, greedy ids, shared experts, routers."""
 
 import json
+import re
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from int4moe_ipex.errors import MissingTensorsError, UnsupportedModelError
 from int4moe_ipex.models import attention
 from int4moe_ipex.models.cache import cache_keyword, growing_cache
 from int4moe_ipex.models.families import FAMILIES as SUPPORTED
+from int4moe_ipex.models.families import REFUSED, family_of
+from int4moe_ipex.models.register import is_ours
 from int4moe_ipex.models.summary import summarize
 from tests.models.tiny import FAMILIES, GATED, MIXTRAL, stock_model, write_checkpoint
 
@@ -201,6 +204,24 @@ def test_kimi_k2_of_another_architecture_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": ["KimiLinearForCausalLM"]}))
     with pytest.raises(UnsupportedModelError, match=r"kimi_k2.*DeepseekV3ForCausalLM.*KimiLinear"):
         int4moe_ipex.load(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["kimi_k25", "qwen3_5_moe"])
+def test_quantization_may_be_said_of_the_language_model_alone(family, tmp_path):
+    write_checkpoint(stock_model(family), family, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["text_config"]["quantization_config"] = config.pop("quantization_config")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert is_ours(tmp_path)
+    model = int4moe_ipex.load(tmp_path, backend="reference", dtype="float32")
+    assert not hasattr(model.config, "quantization_config")
+    assert logits(model).isfinite().all()
+
+
+@pytest.mark.parametrize("family", sorted(REFUSED))
+def test_families_that_are_asked_for_say_why_not(family):
+    with pytest.raises(UnsupportedModelError, match=re.escape(f"{family!r} is not supported: {REFUSED[family]}")):
+        family_of({"model_type": family})
 
 
 def test_gpt_oss_of_other_tools_is_refused(tmp_path):
