@@ -18,13 +18,14 @@ from int4moe_ipex.cli.common import (
     paths_summary,
     print_json,
 )
+from int4moe_ipex.cli.outputs import check_prompt
 
 
 def command(app: typer.Typer) -> None:
     @app.command()
     def generate(
         path: PathArgument,
-        prompt: Annotated[str, typer.Option(help="Text to continue.")],
+        prompt: Annotated[str, typer.Option(help="Text to continue.", callback=check_prompt)],
         max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate at most.")] = 64,
         backend: BackendOption = None,
         dtype: DtypeOption = None,

@@ -18,7 +18,7 @@ from int4moe_ipex.cli.common import (
     print_json,
     progress_bar,
 )
-from int4moe_ipex.cli.outputs import check_plot, read_text
+from int4moe_ipex.cli.outputs import check_plot, check_prompt, read_text
 from int4moe_ipex.errors import ConfigError
 from int4moe_ipex.folders import model_folder
 
@@ -35,7 +35,7 @@ def inspect(
     routing: Annotated[
         bool, typer.Option("--routing", help="Load it, and show how often each expert is taken for a text.")
     ] = False,
-    prompt: Annotated[str | None, typer.Option(help="The text for --routing.")] = None,
+    prompt: Annotated[str | None, typer.Option(help="The text for --routing.", callback=check_prompt)] = None,
     text: Annotated[Path | None, typer.Option(help="A file with the text for --routing.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the map of --routing into this file (svg, png, pdf).")] = None,
     backend: BackendOption = None,

@@ -42,3 +42,12 @@ def read_text(file: Path) -> str:
         raise ConfigError(f"{file}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{file}: is no text in UTF-8: {error.reason} at byte {error.start}") from None
+
+
+def check_prompt(prompt: str | None) -> str | None:
+    """For options; raises ConfigError where bytes of the command line were no UTF-8."""
+    try:
+        (prompt or "").encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"--prompt: is no text in UTF-8: {error.reason} at character {error.start}") from None
+    return prompt

@@ -21,6 +21,7 @@ from int4moe_ipex.cli.common import (
     load_with_progress,
     print_json,
 )
+from int4moe_ipex.cli.outputs import check_prompt
 
 
 def command(app: typer.Typer) -> None:
@@ -34,7 +35,10 @@ def verify(
     dtype: DtypeOption = None,
     compute: ComputeOption = None,
     config: ConfigOption = None,
-    prompt: Annotated[str | None, typer.Option(help="Also compare the logits after this text with float32.")] = None,
+    prompt: Annotated[
+        str | None,
+        typer.Option(help="Also compare the logits after this text with float32.", callback=check_prompt),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Compare every packed weight, bit for bit, and every module's output with the checkpoint's float32 reference.

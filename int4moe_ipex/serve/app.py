@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import json
 import logging
 import time
@@ -13,6 +14,7 @@ from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -51,6 +53,7 @@ class Service:
         self.engine, self.tokenizer, self.name, self.context = engine, tokenizer, name, context
         self.config, self.metrics = config, metrics
         self.started = int(time.time())
+        self._template_arguments = set(inspect.signature(tokenizer.apply_chat_template).parameters)
         # One thread: tokenizers are not safe to share between several.
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="int4moe-tokenizer")
 
@@ -136,13 +139,18 @@ class Service:
                 "this checkpoint has no chat template: use /v1/completions, or give the server a serve.chat_template",
                 "messages",
             )
+        given = asked.chat_template_kwargs or {}
+        # What is not the template's but transformers' own: another template, cut prompts, other kinds of answers.
+        taken = sorted(self._template_arguments & set(given))
+        if taken:
+            raise BadRequest(f"not for the chat template: {', '.join(taken)}", "chat_template_kwargs")
         try:
             return self.tokenizer.apply_chat_template(
                 [message.for_template() for message in asked.messages],
                 add_generation_prompt=True,
                 tokenize=True,
                 return_dict=True,
-                **(asked.chat_template_kwargs or {}),
+                **given,
             )["input_ids"]
         except (TemplateError, TypeError) as error:
             raise BadRequest(f"the chat template refuses these messages: {error}", "messages") from None
@@ -314,15 +322,22 @@ class _Stream(StreamingResponse):
 
 
 async def _body(http: HttpRequest) -> Any:
-    """The JSON of a request's body. Raises BadRequest."""
+    """The JSON of a request's body. Raises BadRequest and ClientGone."""
     parts, size = [], 0
-    async for part in http.stream():
-        size += len(part)
-        if size > MAX_BODY:
-            raise BadRequest(f"the body is larger than {MAX_BODY // 2**20} MiB", status=413)
-        parts.append(part)
     try:
-        return json.loads(b"".join(parts))
+        async for part in http.stream():
+            size += len(part)
+            if size > MAX_BODY:
+                raise BadRequest(f"the body is larger than {MAX_BODY // 2**20} MiB", status=413)
+            parts.append(part)
+    except ClientDisconnect:
+        raise ClientGone from None
+    body = b"".join(parts)
+    try:
+        content = json.loads(body)
+        if b"\\u" in body:
+            json.dumps(content, ensure_ascii=False).encode()  # halves of surrogate pairs are no text
+        return content
     except (ValueError, RecursionError) as error:
         raise BadRequest(f"the body is not JSON: {error}") from None
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+COLDEST = 1e-6  # below, logits would become infinite; it is greedy but for ties
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -42,7 +44,7 @@ class Sampler:
             self._processors.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
         if sampling.do_sample:
             if sampling.temperature != 1.0:
-                self._processors.append(TemperatureLogitsWarper(sampling.temperature))
+                self._processors.append(TemperatureLogitsWarper(max(sampling.temperature, COLDEST)))
             if sampling.top_k:
                 self._processors.append(TopKLogitsWarper(sampling.top_k))
             if sampling.top_p < 1.0:

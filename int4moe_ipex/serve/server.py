@@ -50,8 +50,9 @@ def chat_template(config: Config) -> str | None:
         return None
     try:
         return Path(config.serve.chat_template).expanduser().read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"serve.chat_template {config.serve.chat_template}: {error.strerror}") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"serve.chat_template {config.serve.chat_template}: {reason}") from None
 
 
 def check(path: Path, config: Config) -> None:

@@ -1,6 +1,7 @@
 """The command line as a user calls it, on the checkpoint that the repository carries."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -56,6 +57,12 @@ def test_inspect_text_and_json():
 def test_errors_are_one_message_and_status_2(tmp_path):
     done = int4moe("generate", tmp_path / "nowhere", "--prompt", "x", status=2)
     assert done.stderr.startswith("int4moe: ") and "nowhere" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("verb", [("generate",), ("verify",), ("inspect", "--routing")])
+def test_a_prompt_that_is_no_text(verb):
+    done = int4moe(*verb, EXAMPLE, "--prompt", os.fsdecode(b"a\xff"), status=2)
+    assert done.stderr.startswith("int4moe: --prompt: is no text in UTF-8: ") and "Traceback" not in done.stderr
 
 
 def test_inspect_of_a_broken_checkpoint_names_problems(tmp_path):

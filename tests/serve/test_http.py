@@ -1,5 +1,6 @@
 """The endpoint over loopback, against a server in this process."""
 
+import socket
 import threading
 
 import pytest
@@ -120,6 +121,23 @@ def test_seeds(client):
             400,
             "the chat template refuses",
         ),
+        ("POST", "/v1/completions", {"prompt": "\ud800"}, 400, "surrogates not allowed"),
+        *(
+            (
+                "POST",
+                "/v1/chat/completions",
+                {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": given},
+                400,
+                f"not for the chat template: {next(iter(given))}",
+            )
+            for given in (
+                {"chat_template": "{{ messages }}"},
+                {"tokenize": False},
+                {"truncation": True},
+                {"return_tensors": "pt"},
+                {"continue_final_message": True},
+            )
+        ),
     ],
 )
 def test_errors_have_openais_shape(client, method, path, body, status, said):
@@ -136,6 +154,26 @@ def test_bodies_that_are_no_requests(client):
     assert client("POST", "/v1/completions", raw=b"[" * 200000)[0] == 400
     status, answer = client("POST", "/v1/completions", raw=b" " * (16 * 2**20 + 1))
     assert (status, answer["error"]["message"]) == (413, "the body is larger than 16 MiB")
+
+
+def test_a_body_that_ends_early_is_no_failure(client, caplog):
+    for _ in range(3):
+        with socket.create_connection(("127.0.0.1", client.port)) as connection:
+            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+    gone = 'int4moe_requests_total{endpoint="completions",status="499"}'
+    wait_for(lambda: gone in client("GET", "/metrics")[1])
+    assert "a request failed" not in caplog.text
+
+
+def test_a_template_that_is_no_text(tmp_path):
+    from int4moe_ipex.config import Config
+    from int4moe_ipex.errors import ConfigError
+    from int4moe_ipex.serve import server
+
+    file = tmp_path / "chat.jinja"
+    file.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match=r"serve\.chat_template .*chat\.jinja: .*invalid start byte"):
+        server.chat_template(Config.load({"serve": {"chat_template": str(file)}}, environ={}))
 
 
 def test_default_length_ends_at_the_context(client):

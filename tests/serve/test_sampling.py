@@ -17,6 +17,11 @@ def test_greedy_takes_the_largest():
     assert set(picks(Sampling())) == {1}
 
 
+def test_the_coldest_temperature_is_greedy():
+    sampler = Sampler(Sampling(do_sample=True, temperature=1e-300), [0])
+    assert [sampler.pick(torch.tensor([-1e4, 5.0, 4.99, 1e-3])) for _ in range(20)] == [1] * 20
+
+
 def test_a_seed_decides_everything():
     sampling = Sampling(do_sample=True, temperature=2.0, seed=5)
     assert picks(sampling) == picks(sampling)
