@@ -205,6 +205,26 @@ MODELS: dict[str, dict] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25},
         "tie_word_embeddings": False,
     },
+    "qwen3.5-35b-a3b": {
+        "model_type": "qwen3_5_moe_text",
+        "hidden_size": 2048,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "vocab_size": 248320,
+        "max_position_embeddings": 262144,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25},
+        "tie_word_embeddings": False,
+    },
     "glm-4.7-flash": {
         "model_type": "glm4_moe_lite",
         "hidden_size": 2048,
@@ -299,7 +319,7 @@ def layer_shape(name: str) -> LayerShape:
     if name in MODELS:
         config = MODELS[name]
         experts = next(config[k] for k in ("num_experts", "num_local_experts", "n_routed_experts") if k in config)
-        intermediate = config.get("moe_intermediate_size", config["intermediate_size"])
+        intermediate = config.get("moe_intermediate_size") or config["intermediate_size"]
         return LayerShape(name, config["hidden_size"], intermediate, experts, config["num_experts_per_tok"])
     parts = name.split("x")
     if len(parts) == 4 and all(p.isdigit() and int(p) > 0 for p in parts):
