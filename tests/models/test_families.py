@@ -51,6 +51,23 @@ def test_logits_equal_stock_transformers(family, backend, tmp_path):
     assert any("experts" in name for names in model.int4moe_report.paths.values() for name in names)
 
 
+SLIDING = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "mimo_v2_flash", "exaone_moe", "afmoe", "dots1"])
+def test_windows_shorter_than_the_text(family, backend, tmp_path):
+    stock = stock_model(family, **SLIDING)
+    write_checkpoint(stock, family, tmp_path)
+    model = int4moe_ipex.load(tmp_path, backend=backend, dtype="float32")
+    expected = logits(stock)
+    wide = stock_model(family, **SLIDING | {"sliding_window": 64})
+    write_checkpoint(wide, family, tmp_path / "wide")
+    torch.testing.assert_close(logits(wide)[:, :4], expected[:, :4], rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(logits(wide)[:, 4:], expected[:, 4:], atol=1e-3)
+    torch.testing.assert_close(logits(model), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(step_by_step(model), expected, rtol=1e-4, atol=1e-4)
+
+
 @torch.inference_mode()
 def step_by_step(model):
     """The logits of all positions, one token at a time through a cache."""
