@@ -24,6 +24,7 @@ sys.path[:0] = [str(HERE), str(ROOT)]
 
 from run import AVX2_ENVIRONMENT  # noqa: E402
 
+from int4moe_ipex.bench.limits import measure_read  # noqa: E402
 from int4moe_ipex.bench.shapes import MODELS  # noqa: E402
 
 
@@ -132,12 +133,14 @@ def main() -> None:
         options = (f"--threads={args.threads}", f"--compute={compute}")
         own = Live(sys.executable, HERE / "own_model.py", checkpoint, *options, env=env)
         sides = {"ours": own, "llama": llama}
+        memory: list[float] = []  # GB/s that the threads read, before each round of decoding
         rates: dict[str, dict[str, list[float]]] = {side: {"prefill": [], "decode": []} for side in sides}
         for live in sides.values():  # first touch of every page
             live.ask("prefill", args.prompt_tokens)
         for _ in range(args.rounds):
             for side, live in sides.items():
                 rates[side]["prefill"].append(live.rate("prefill", args.prompt_tokens))
+            memory.append(measure_read(args.threads) / 1e9)
             for side, live in sides.items():
                 rates[side]["decode"].append(live.rate("decode", args.new_tokens, context=args.context))
         parts = own.ask("parts", args.prompt_tokens)
@@ -148,10 +151,15 @@ def main() -> None:
             a, b = statistics.median(ours), statistics.median(theirs)
             ratio = statistics.median(x / y for x, y in zip(ours, theirs))
             share = 1 - parts[what].get("experts", 0.0) / sum(parts[what].values())
+            each = " ".join(f"{x / y:.2f}" for x, y in zip(ours, theirs))
             print(f"  {what:8} {a:7.1f} tok/s, llama.cpp {b:7.1f}: {ratio:.2f}x; outside the experts {share:.0%}")
+            print(
+                f"           rounds {each}"
+                + (f"; memory {' '.join(f'{m:.0f}' for m in memory)} GB/s" if what == "decode" else "")
+            )
             shown = sorted(parts[what].items(), key=lambda item: -item[1])
             print("           " + ", ".join(f"{part} {value * 1e3:.2f} ms" for part, value in shown))
-        report["rows"].append({"compute": compute, "rates": rates, "parts": parts, **own.about})
+        report["rows"].append({"compute": compute, "rates": rates, "memory_gb_s": memory, "parts": parts, **own.about})
     llama.close()
     if args.json:
         args.json.write_text(json.dumps(report, indent=1))

@@ -25,7 +25,8 @@ inline float sum_of(__m256 v) {
 struct Vector {
   using Type = __m256;
   using Words = __m256i;
-  static constexpr int kLanes = 8, kTile = 3, kCompactTile = 2, kTogether = 1;  // 12 sums, a vector of weights taken apart: 16 registers
+  static constexpr int kLanes = 8, kTile = 3, kTogether = 1;  // 12 sums, a vector of weights taken apart: 16 registers
+  static constexpr int kFew = 3, kCompactFew = 3;             // measured
 
   static Type zero() { return _mm256_setzero_ps(); }
   static Type set1(float v) { return _mm256_set1_ps(v); }

@@ -17,7 +17,8 @@ namespace {
 struct Vector {
   using Type = __m512;
   using Words = __m512i;
-  static constexpr int kLanes = 16, kTile = 4, kCompactTile = 4, kTogether = 3;  // 24 sums, a row of weights, activations: 32 registers
+  static constexpr int kLanes = 16, kTile = 4, kTogether = 3;  // 24 sums, 3 vectors of weights, one of activations: 32 registers
+  static constexpr int kFew = 3, kCompactFew = 4;              // measured
 
   static Type zero() { return _mm512_setzero_ps(); }
   static Type set1(float v) { return _mm512_set1_ps(v); }

@@ -1,4 +1,5 @@
-// Dense linears for a few tokens, over the `Vector` of the file that includes this within its namespace. Sums of a row and token
+// Dense linears for a few tokens, over the `Vector` of the file that includes this within its namespace: tiles of kTogether rows
+// by kTile tokens, or one row at a time for up to kFew tokens (kCompactFew where weights are in 12 bits). Sums of a row and token
 // are kept in 32 lanes, one for each column modulo 32, and added in one order, so that their bits depend neither on the other
 // tokens nor on the vectors' width.
 
@@ -29,16 +30,19 @@ struct Tile {
     }
   }
 
-  // The words of all rows in part `part` of 32 columns, which the rows x are at.
+  // The words of all rows in part `part` of 32 columns, which the rows x are at. The even ones first: both at once would not
+  // leave enough registers for the sums.
   INT4MOE_INLINE void add(int part, const Vector::Words (&words)[R], const float* x, size_t stride) {
+    Vector::Type values[R];
     INT4MOE_UNROLL
-    for (int t = 0; t < T; ++t) {
-      const float* at = x + size_t(t) * stride + part * 2 * Vector::kLanes;
-      const Vector::Type even = Vector::load(at), odd = Vector::load(at + Vector::kLanes);
+    for (int odd = 0; odd < 2; ++odd) {
       INT4MOE_UNROLL
-      for (int r = 0; r < R; ++r) {
-        sums[r][t][2 * part] = Vector::fma(Vector::even(words[r]), even, sums[r][t][2 * part]);
-        sums[r][t][2 * part + 1] = Vector::fma(Vector::odd(words[r]), odd, sums[r][t][2 * part + 1]);
+      for (int r = 0; r < R; ++r) values[r] = odd ? Vector::odd(words[r]) : Vector::even(words[r]);
+      INT4MOE_UNROLL
+      for (int t = 0; t < T; ++t) {
+        const Vector::Type at = Vector::load(x + size_t(t) * stride + (2 * part + odd) * Vector::kLanes);
+        INT4MOE_UNROLL
+        for (int r = 0; r < R; ++r) sums[r][t][2 * part + odd] = Vector::fma(values[r], at, sums[r][t][2 * part + odd]);
       }
     }
   }
@@ -147,7 +151,7 @@ void tile_rows(const DenseWeight& w, int64_t first, int64_t last, const uint16_t
                const uint8_t* next, int64_t step) {
   const int64_t whole = first + (last - first) / Vector::kTogether * Vector::kTogether;
   many<Vector::kTogether, T>(w, first, whole, words, x, y, next, step);
-  next += step ? step * (whole - first) * w.columns / 32 : 0;
+  next += step * (whole - first) * (w.columns / 32);
   many<1, T>(w, whole, last, words + (whole - first) * w.columns, x, y, next, step);
 }
 
@@ -175,11 +179,14 @@ void expand(const DenseWeight& w, int64_t first, int64_t last, uint16_t* words) 
 }
 
 void rows(const DenseWeight& w, int64_t first, int64_t last, int tokens, const float* x, uint16_t* y) {
-  if (tokens <= (w.compact ? Vector::kCompactTile : Vector::kTile)) return few_of(tokens, w, first, last, x, y);
+  if (tokens <= (w.compact ? Vector::kCompactFew : Vector::kFew)) return few_of(tokens, w, first, last, x, y);
   alignas(64) uint16_t expanded[kBlockWords];
   const int64_t block = w.compact ? std::max<int64_t>(1, std::min(kMostRows, kBlockWords / w.columns)) : kMostRows;
   const int64_t row_words = w.compact ? compact_row_words(w.columns) : w.columns;
   const uint16_t* stored = w.compact ? w.compact->words : w.words;
+  // The next block comes from memory meanwhile, a part of it with each tile.
+  const int tiles = (tokens + Vector::kTile - 1) / Vector::kTile;
+  const int64_t step = ((w.compact ? 48 : 64) + tiles - 1) / tiles;  // bytes for each 32 columns of a row
   for (int64_t n = first, end; n < last; n = end) {
     end = std::min(last, n + block);
     const uint16_t* words = w.words + n * w.columns;
@@ -187,12 +194,10 @@ void rows(const DenseWeight& w, int64_t first, int64_t last, int tokens, const f
       expand(w, n, end, expanded);
       words = expanded;
     }
-    for (int from = 0; from < tokens; from += Vector::kTile) {
-      // The next block comes from memory while the last tile computes.
-      const bool ahead = from + Vector::kTile >= tokens && end < last;
+    const auto* next = reinterpret_cast<const uint8_t*>(stored + (end < last ? end : n) * row_words);
+    for (int from = 0; from < tokens; from += Vector::kTile, next += step * (end - n) * (w.columns / 32)) {
       tile_of(std::min(Vector::kTile, tokens - from), w, n, end, words, x + size_t(from) * dense_row_floats(w.columns),
-              y + from * w.rows, reinterpret_cast<const uint8_t*>(stored + (ahead ? end : n) * row_words),
-              ahead ? (w.compact ? 48 : 64) : 0);
+              y + from * w.rows, next, step);
     }
   }
 }
