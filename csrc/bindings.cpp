@@ -8,6 +8,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <cstring>
 
 #include "bindings.h"
 #include "core/attention.h"
@@ -20,8 +21,24 @@
 
 using namespace int4moe;
 
+// A number that differs, almost surely, where many of so many bytes do: some words of them, from all over.
+uint64_t sample(uintptr_t at, int64_t bytes) {
+  constexpr int kWords = 16;
+  constexpr uint64_t kOdd = 0x9e3779b97f4a7c15u;
+  const int64_t places = bytes - int64_t(sizeof(uint64_t));
+  uint64_t sum = uint64_t(bytes);
+  for (int i = 0; places >= 0 && i < kWords; ++i) {
+    uint64_t word;
+    std::memcpy(&word, address<const char>(at) + (uint64_t(i + 1) * kOdd >> 16) % uint64_t(places + 1), sizeof word);
+    sum = (sum ^ word) * kOdd;
+    sum ^= sum >> 32;
+  }
+  return sum;
+}
+
 // Of int4moe_ipex/models/fused.py and attention.py, which have checked types and shapes.
 void bind_dense(nb::module_& m) {
+  m.def("sample", &sample);
   m.def("dense_available", &dense_available, "whether attention and dense_linear run on this CPU");
   m.attr("dense_tokens") = kDenseTokens;
   // Bfloat16 weights in 12 bits each; None where that does not pay.

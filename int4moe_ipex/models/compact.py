@@ -23,7 +23,7 @@ class CompactWeight:
 
     Attributes:
         packed: the core's object.
-        address, version: of the weight's memory, and how often it had been changed in place.
+        address, version: of the weight's memory, and what `version_of` said of it.
     """
 
     def __init__(self, packed: Any, weight: torch.Tensor):
@@ -51,8 +51,17 @@ class CompactWeight:
         return weight.data_ptr() == self.address and version_of(weight) == self.version
 
 
-def version_of(weight: torch.Tensor) -> int | None:
-    """How often a tensor was changed in place, as far as torch counts that."""
+def version_of(weight: torch.Tensor) -> tuple[int | None, int]:
+    """How often a dense tensor was changed in place, as far as torch counts that, and a sample of its bytes.
+
+    torch does not count what is written through `weight.data`, as adapters do when they are merged, nor in tensors made
+    in inference mode.
+    """
+    sample = native._native.sample(weight.data_ptr(), weight.nbytes) if weight.is_contiguous() else 0
+    return changes_of(weight), sample
+
+
+def changes_of(weight: torch.Tensor) -> int | None:
     return None if weight.is_inference() else weight._version
 
 

@@ -102,6 +102,8 @@ class FusedDecoder(Fused):
             return MoeModelOutputWithPast(last_hidden_state=hidden, **{cache_keyword(): past})
         if cache is not None:
             kwargs[cache_keyword()] = cache
+        if "_plan" in vars(self):
+            self._plan.sampled = False
         return super().forward(
             input_ids=input_ids,
             attention_mask=attention_mask,

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from int4moe_ipex.backends import native
-from int4moe_ipex.models.compact import version_of
+from int4moe_ipex.models.compact import changes_of, version_of
 from int4moe_ipex.models.decode_layers import Unknown, address_of, decoder_of, keep, need, norm_of
 
 ENDS = ("embed_tokens", "norm")
@@ -43,6 +43,7 @@ class Plan:
             his own over one's.
         ends: what is before and after the layers; whole: whether the core computes it, unwatched at the last look.
         asked: how often a plan without a decoder was asked for.
+        sampled: whether `versions` were looked at since the last prompt.
     """
 
     guard: Any
@@ -55,12 +56,13 @@ class Plan:
     turned: int = 0
     products: int = 0
     held: list[Any] = field(default_factory=list)
-    versions: list[tuple[torch.Tensor, int | None]] = field(default_factory=list)
+    versions: list[tuple[torch.Tensor, tuple[int | None, int]]] = field(default_factory=list)
     weights: list[Weight] = field(default_factory=list)
     watched: bool = False
     ends: Ends | None = None
     whole: bool = False
     asked: int = 0
+    sampled: bool = False
 
     def holds(self) -> bool:
         """Whether the model still is what the plan was made for."""
@@ -76,7 +78,14 @@ class Plan:
         seen = _seen(self), FITS if self.ends is None else _seen(self.ends)
         self.watched = seen[0] == WATCHED
         self.whole = self.ends is not None and self.ends.known and seen[1] == FITS
-        return CHANGED not in seen and all(version_of(tensor) == version for tensor, version in self.versions)
+        return CHANGED not in seen and self._unwritten()
+
+    def _unwritten(self) -> bool:
+        """Samples come from memory that nothing else reads: they are taken once after each prompt."""
+        if self.sampled:
+            return all(changes_of(tensor) == version[0] for tensor, version in self.versions)
+        self.sampled = True
+        return all(version_of(tensor) == version for tensor, version in self.versions)
 
 
 @dataclass

@@ -16,6 +16,7 @@ from torch import nn
 from int4moe_ipex.backends import native
 from int4moe_ipex.canonical import dequantize
 from int4moe_ipex.models import attention
+from int4moe_ipex.models.compact import version_of
 from int4moe_ipex.models.core_calls import DTYPES, Fused, is_untouched, plain, wide
 from int4moe_ipex.moe.linear import Int4Linear
 
@@ -176,7 +177,7 @@ def _source(linear: nn.Module) -> tuple | None:
     weight = linear.weight
     if linear.bias is not None or weight.requires_grad or weight.is_inference() or weight.device.type != "cpu":
         return None
-    return weight.data_ptr(), weight._version, weight.dtype, weight.shape, weight.stride()
+    return weight.data_ptr(), version_of(weight), weight.dtype, weight.shape, weight.stride()
 
 
 def _weight(linear: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
