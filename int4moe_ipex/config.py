@@ -325,6 +325,9 @@ def _path(key: str) -> sources.KeyPath:
     return tuple(key.split("."))
 
 
+MOST_CPUS = 1 << 16  # more than any kernel has
+
+
 def parse_cpus(text: str) -> set[int]:
     """`0-3,8` as {0, 1, 2, 3, 8}, the notation of Linux's cpulists.
 
@@ -336,6 +339,8 @@ def parse_cpus(text: str) -> set[int]:
         first, _, last = part.strip().partition("-")
         if not first.isdigit() or (last and not last.isdigit()) or (last and int(last) < int(first)):
             raise ValueError(f"threads.cpus is a list such as 0-31,64-95, not {text!r}")
+        if int(last or first) > MOST_CPUS:
+            raise ValueError(f"threads.cpus: there is no CPU {last or first}")
         cpus.update(range(int(first), int(last or first) + 1))
     return cpus
 

@@ -80,13 +80,17 @@ def read_yaml(file: Path) -> Layer:
         line = f":{mark.line + 1}" if mark else ""
         raise ConfigError(f"{file}{line}: this is not valid YAML: {error.problem or error.context}") from None
     except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"{file}: this is not valid YAML: {error}") from None
+        raise ConfigError(f"{file}: this is not valid YAML: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise ConfigError(f"{file}: a value is nested too deep") from None
     if root is not None and not isinstance(root, yaml.MappingNode):
         raise ConfigError(f"{file}:1: a configuration is a mapping of keys to values, not a {_kind(data)}")
     marks: dict[KeyPath, str] = {}
-    if root is not None:
-        for path, line in _walk(root, (), file):
+    try:
+        for path, line in () if root is None else _walk(root, (), file):
             marks[path] = f"{file}:{line}"
+    except RecursionError:
+        raise ConfigError(f"{file}: a value holds itself, or is nested too deep") from None
     return Layer(data, str(file), marks)
 
 

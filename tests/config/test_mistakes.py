@@ -54,6 +54,10 @@ WRONG = {
     "another version": ("version: 2\n", ":1: version must be 1, not 2"),
     "a key given twice": ("isa: avx2\ndtype: float32\nisa: amx\n", ":3: isa is given twice (first in line 1)"),
     "not YAML": ("isa: [avx2\nbackend: native\n", ":2: this is not valid YAML: "),
+    "no text": ("isa: \0\n", ": this is not valid YAML: "),
+    "a value in itself": ("rules: &a [*a]\n", ": a value holds itself, or is nested too deep"),
+    "a deep value": ("rules: " + 5000 * "[", ": a value is nested too deep"),
+    "a CPU that no kernel has": ("threads: {cpus: 0-99999999999}\n", ":1: threads.cpus: there is no CPU 99999999999"),
     "not a mapping": ("- isa\n", ":1: a configuration is a mapping of keys to values, not a list"),
     "w4a8 where there is none": (
         "backend: torch\ncompute: w4a8\n",
