@@ -325,7 +325,7 @@ def _path(key: str) -> sources.KeyPath:
     return tuple(key.split("."))
 
 
-MOST_CPUS = 1 << 16  # more than any kernel has
+MOST_CPUS = 1 << 20  # more than any kernel has
 
 
 def parse_cpus(text: str) -> set[int]:
