@@ -21,7 +21,6 @@ from int4moe_ipex.formats import codes
 from int4moe_ipex.formats.base import LinearInfo
 from int4moe_ipex.formats.codes import row_major
 from int4moe_ipex.formats.common import (
-    FLOAT_DTYPES,
     Parts,
     read_finite,
     resolve_group_size,
@@ -54,8 +53,7 @@ def describe(parts: Parts) -> LinearInfo | None:
     parts.expect("qweight", (torch.int32,), (k, n // 8))
     parts.expect("qzeros", (torch.int32,), (num_groups, n // 8))
     parts.expect("scales", SCALE_DTYPES, (num_groups, words * 8))
-    if "bias" in parts.headers:
-        parts.expect("bias", FLOAT_DTYPES, (n,))
+    parts.expect_bias(n)
     if group_size * num_groups != k:
         parts.problem(
             "scales",
@@ -66,8 +64,8 @@ def describe(parts: Parts) -> LinearInfo | None:
         parts.problem("qweight", f"has an odd number of input features, {k}, which is out of scope")
     if parts.problems:
         return None
-    return LinearInfo(
-        name=parts.name,
+    return parts.info(
+        "scales",
         format="awq",
         bits=4,
         out_features=n,
@@ -76,11 +74,6 @@ def describe(parts: Parts) -> LinearInfo | None:
         symmetric=bool(scheme.symmetric),
         zero_convention="z",
         act_order=False,
-        scales_dtype=parts.headers["scales"].dtype,
-        has_bias="bias" in parts.headers,
-        tensors=parts.tensors,
-        nbytes=parts.nbytes,
-        warnings=tuple(parts.warnings),
     )
 
 

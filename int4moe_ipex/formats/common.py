@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -12,6 +13,7 @@ from int4moe_ipex.canonical import SCALE_DTYPES, SYMMETRIC_ZERO
 from int4moe_ipex.checkpoint.files import Checkpoint, TensorHeader
 from int4moe_ipex.checkpoint.scheme import ModuleScheme
 from int4moe_ipex.errors import FormatError
+from int4moe_ipex.formats.base import LinearInfo
 from int4moe_ipex.formats.codes import row_major
 
 FLOAT_DTYPES = (*SCALE_DTYPES, torch.float64)
@@ -57,6 +59,10 @@ class Parts:
     def problem(self, suffix: str, text: str) -> None:
         self.problems.append(f"{self.name}.{suffix}: {text}")
 
+    def expect_bias(self, out_features: int) -> None:
+        if "bias" in self.headers:
+            self.expect("bias", FLOAT_DTYPES, (out_features,))
+
     def dims(self, suffix: str, count: int) -> bool:
         """Whether the tensor has this many dimensions, none of them empty."""
         shape = self.shape(suffix)
@@ -65,13 +71,17 @@ class Parts:
         self.problem(suffix, f"has shape {list(shape)}, expected {count} non-empty dimensions")
         return False
 
-    @property
-    def tensors(self) -> dict[str, str]:
-        return {suffix: header.name for suffix, header in self.headers.items()}
-
-    @property
-    def nbytes(self) -> int:
-        return sum(header.nbytes for header in self.headers.values())
+    def info(self, scales: str, **facts: Any) -> LinearInfo:
+        """What these tensors are, by the name of the scales and what its format says of them."""
+        return LinearInfo(
+            name=self.name,
+            scales_dtype=self.headers[scales].dtype,
+            has_bias="bias" in self.headers,
+            tensors={suffix: header.name for suffix, header in self.headers.items()},
+            nbytes=sum(header.nbytes for header in self.headers.values()),
+            warnings=tuple(self.warnings),
+            **facts,
+        )
 
 
 def groups_of(in_features: int, group_size: int) -> int:

@@ -24,7 +24,6 @@ from int4moe_ipex.formats import act_order, codes
 from int4moe_ipex.formats.base import LinearInfo
 from int4moe_ipex.formats.codes import row_major
 from int4moe_ipex.formats.common import (
-    FLOAT_DTYPES,
     Parts,
     check_bits,
     dense_8bit,
@@ -74,15 +73,14 @@ def describe(parts: Parts, checkpoint: Checkpoint) -> LinearInfo | None:
             parts.warnings.append(f"{scheme.source} says symmetric, but a weight_zero_point is stored and used")
     if "weight_g_idx" in parts.headers:
         parts.expect("weight_g_idx", (torch.int32, torch.int64), (k,))
-    if "bias" in parts.headers:
-        parts.expect("bias", FLOAT_DTYPES, (n,))
+    parts.expect_bias(n)
     if k % 2:
         parts.problem("weight_shape", f"says an odd number of input features, {k}, which is out of scope")
     if parts.problems:
         return None
     check_bits(parts, scheme, bits)
-    return LinearInfo(
-        name=parts.name,
+    return parts.info(
+        "weight_scale",
         format="compressed-tensors",
         bits=bits,
         out_features=n,
@@ -91,11 +89,6 @@ def describe(parts: Parts, checkpoint: Checkpoint) -> LinearInfo | None:
         symmetric="weight_zero_point" not in parts.headers,
         zero_convention="z+8 packed" if "weight_zero_point" in parts.headers else "none",
         act_order="weight_g_idx" in parts.headers,
-        scales_dtype=parts.headers["weight_scale"].dtype,
-        has_bias="bias" in parts.headers,
-        tensors=parts.tensors,
-        nbytes=parts.nbytes,
-        warnings=tuple(parts.warnings),
     )
 
 

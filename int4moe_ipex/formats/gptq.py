@@ -25,7 +25,6 @@ from int4moe_ipex.formats import act_order, codes
 from int4moe_ipex.formats.base import LinearInfo
 from int4moe_ipex.formats.codes import row_major
 from int4moe_ipex.formats.common import (
-    FLOAT_DTYPES,
     Parts,
     check_bits,
     dense_8bit,
@@ -73,8 +72,7 @@ def describe(parts: Parts, zeros: str | None) -> LinearInfo | None:
     parts.expect("qzeros", (torch.int32,), (num_groups, -(-n * bits // 32)))
     if "g_idx" in parts.headers:
         parts.expect("g_idx", (torch.int32, torch.int64), (k,))
-    if "bias" in parts.headers:
-        parts.expect("bias", FLOAT_DTYPES, (n,))
+    parts.expect_bias(n)
     if groups_of(k, group_size) != num_groups:
         parts.problem(
             "scales",
@@ -86,8 +84,8 @@ def describe(parts: Parts, zeros: str | None) -> LinearInfo | None:
     if parts.problems:
         return None
     check_bits(parts, scheme, bits)
-    return LinearInfo(
-        name=parts.name,
+    return parts.info(
+        "scales",
         format="gptq",
         bits=bits,
         out_features=n,
@@ -96,11 +94,6 @@ def describe(parts: Parts, zeros: str | None) -> LinearInfo | None:
         symmetric=bool(scheme.symmetric),
         zero_convention=CONVENTIONS[zeros],
         act_order="g_idx" in parts.headers,
-        scales_dtype=parts.headers["scales"].dtype,
-        has_bias="bias" in parts.headers,
-        tensors=parts.tensors,
-        nbytes=parts.nbytes,
-        warnings=tuple(parts.warnings),
     )
 
 
