@@ -173,7 +173,11 @@ def new_folder(out: Path, replace: bool = False) -> Iterator[Path]:
         if replace and out.exists():
             old = out.parent / f".{out.name}.old-{os.getpid()}"
             os.rename(out, old)
-            os.rename(temporary, out)
+            try:
+                os.rename(temporary, out)
+            except OSError:
+                os.rename(old, out)
+                raise
             shutil.rmtree(old)
         else:
             os.rename(temporary, out)

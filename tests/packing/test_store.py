@@ -166,6 +166,24 @@ def test_an_older_store_gives_way_when_the_new_one_is_whole(tmp_path):
     assert listing(tmp_path) == ["s"] and listing(tmp_path / "s") == ["new"]
 
 
+def test_a_store_that_cannot_be_replaced_stays(tmp_path, monkeypatch):
+    written(tmp_path / "s", TENSORS)
+    before = listing(tmp_path / "s")
+    rename = os.rename
+
+    def fails(source, target):
+        if ".partial-" in str(source):
+            raise OSError(5, "Input/output error")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", fails)
+    refused = pytest.raises(StoreError, match="cannot be written: Input/output error")
+    with refused, store.new_folder(tmp_path / "s", replace=True) as temporary:
+        (temporary / "new").write_text("x")
+    assert listing(tmp_path) == ["s"] and listing(tmp_path / "s") == before
+    Store.open(tmp_path / "s")
+
+
 # -------------------------------------------------------------------------------------------------- what is refused
 
 
