@@ -237,7 +237,7 @@ void test_decode(const Model& model, const std::string& name) {
     bool finite = true;
     for (const uint16_t h : expected.hidden) finite = finite && (h & 0x7f80) != 0x7f80;
     check(finite, "%s: hidden states of %d sequences are finite", name.c_str(), rows);
-    for (const int threads : {1, 2, 3, 7}) {
+    for (const int threads : {1, 3, 7}) {
       if (rows == kDecodeRows && threads != 3) continue;
       State found = before;
       in_one_call(model, rows, threads, found);
@@ -262,10 +262,11 @@ void test_memory(const Model& model) {
 
 void test_decode(const Kernels& k) {
   if (!dense_available() || !(k.types & type_bit(kType))) return;
-  for (const int turned : {kHeadDim, kHeadDim / 2}) {
-    test_decode(Model(k, turned), row_name(k) + ", " + std::to_string(turned) + " turned");
-  }
-  if (!std::strcmp(k.isa, "avx2")) test_memory(Model(k, kHeadDim));
+  test_decode(Model(k, kHeadDim), row_name(k));
+  if (std::strcmp(k.isa, "avx2")) return;
+  // Rows of kernels have no part in these.
+  test_decode(Model(k, kHeadDim / 2), row_name(k) + ", half of each head turned");
+  test_memory(Model(k, kHeadDim));
 }
 
 }  // namespace tests
