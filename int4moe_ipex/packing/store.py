@@ -30,7 +30,7 @@ from int4moe_ipex.errors import StoreError
 MANIFEST = "int4moe_store.json"
 EXPORTED = "int4moe_export.json"  # marks a checkpoint that convert wrote, so that it may replace it
 FORMAT = "int4moe_ipex prepacked store"
-VERSION = 1
+VERSION = 2  # 2: sealed
 # What a manifest says beside its format, version and files; see models/stored.py.
 KEYS = ("dtype", "layouts", "modules", "tensors", "tied")
 # config.json of a store names this method: transformers refuses it by itself instead of guessing at the tensors.
