@@ -4,12 +4,15 @@
 #include <atomic>
 #include <cstdlib>
 #include <deque>
+#include <memory>
 #include <new>
 #include <thread>
 #include <vector>
 
 #include "check.h"
+#include "core/compact.h"
 #include "core/dense.h"
+#include "core/head_linear.h"
 #include "core/pool.h"
 #include "core/unpack.h"
 #include "core/workspace.h"
@@ -77,7 +80,17 @@ void test_memory() {
     std::vector<uint16_t> expected(y.size());
     dense(expected.data());
     test_without_memory("dense_linear", [&] { dense(y.data()); }, [&] { return y == expected; });
+    // The same product, of a single head.
+    const HeadLinear head{kTokens, 1, kRows, kColumns, x.data(), {kColumns, kColumns}, w.data(), y.data(), {kRows, kRows}};
+    test_without_memory("head_linear", [&] { head_linear(head, 2); }, [&] { return y == expected; });
   }
+
+  std::unique_ptr<Compact> compact;
+  std::vector<uint16_t> back(w.size());
+  test_without_memory("Compact::pack", [&] { compact = Compact::pack(w.data(), kRows, kColumns, 2); }, [&] {
+    if (compact) compact->unpack(back.data());
+    return compact && back == w;
+  });
 
   std::vector<uint32_t> words;
   std::vector<int32_t> perm;

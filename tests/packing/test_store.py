@@ -204,11 +204,11 @@ def test_wrong_stores_are_one_sentence_each(tmp_path):
         assert "\n" not in message
         return message
 
-    edit(out, version=2)
+    edit(out, version=1)
     assert (
-        refused() == f"{out}: is a store of version 2, and this release reads version 1; convert the checkpoint again"
+        refused() == f"{out}: is a store of version 1, and this release reads version 2; convert the checkpoint again"
     )
-    edit(out, version=1, format="other")
+    edit(out, version=2, format="other")
     assert "is not the manifest of a prepacked store" in refused()
     (out / MANIFEST).write_text(json.dumps({k: v for k, v in json.loads(good).items() if k != "modules"}))
     assert "lacks modules" in refused()

@@ -14,8 +14,16 @@ CALLS = {
         n = 1 << 20
         x, w, y = (torch.ones(shape, dtype=torch.bfloat16) for shape in ((32, n), (1, n), (32, 1)))
         def call():
-            native._native.dense_linear(32, 1, n, x.data_ptr(), w.data_ptr(), 0, y.data_ptr(), 2)
+            tensors = x.data_ptr(), w.data_ptr(), None, 0, y.data_ptr()
+            native._native.dense_linear(32, 1, n, *tensors, False, 2)
         expected = torch.full_like(y, n)
+    """,
+    "12 bits": """
+        n = 1 << 23
+        w, y = (torch.ones(n // 1024, 1024, dtype=torch.bfloat16) for _ in range(2))
+        def call():
+            native._native.Compact.pack(w.data_ptr(), n // 1024, 1024, 2).unpack(y.data_ptr())
+        expected = w.clone()
     """,
     "attention": """
         n = 1 << 17
