@@ -20,12 +20,13 @@ namespace {
 
 struct Options {
   bool quick = false;
-  std::vector<std::string> only, require, without;
+  std::vector<std::string> only, whole, require, without;
 };
 
 const char* const kUsage =
-    "native_tests [--quick] [--isa NAME]... [--require NAME]... [--without NAME]...\n"
+    "native_tests [--quick [--whole NAME]...] [--isa NAME]... [--require NAME]... [--without NAME]...\n"
     "  --quick         fewer batch sizes\n"
+    "  --whole NAME    all batch sizes for rows of this instruction set\n"
     "  --isa NAME      test rows of this instruction set only\n"
     "  --require NAME  fail when a row of this instruction set cannot run here\n"
     "  --without NAME  fail when a row of this instruction set can run here\n";
@@ -37,7 +38,11 @@ bool parse(int count, char** words, Options& o) {
       o.quick = true;
       continue;
     }
-    auto* list = word == "--isa" ? &o.only : word == "--require" ? &o.require : word == "--without" ? &o.without : nullptr;
+    auto* list = word == "--isa"       ? &o.only
+                 : word == "--whole"   ? &o.whole
+                 : word == "--require" ? &o.require
+                 : word == "--without" ? &o.without
+                                       : nullptr;
     if (!list || ++i == count) return false;
     list->push_back(words[i]);
   }
@@ -99,7 +104,7 @@ int run(const Options& o) {
       ++skipped;
       continue;
     }
-    test_one(**k, o.quick);
+    test_one(**k, o.quick && !named(o.whole, (*k)->isa));
     ++rows;
   }
   // Rows that compute the same integers. W4A16 on 16-bit activations does so in every row that has the instructions for it.
