@@ -10,14 +10,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "load", "register", "unregister"]
+__all__ = ["__version__", "load", "refresh", "register", "unregister"]
 
 if TYPE_CHECKING:
+    from int4moe_ipex.models.compact import refresh
     from int4moe_ipex.models.loader import load
     from int4moe_ipex.models.register import register, unregister
 
 _HOMES = {
     "load": "int4moe_ipex.models.loader",
+    "refresh": "int4moe_ipex.models.compact",
     "register": "int4moe_ipex.models.register",
     "unregister": "int4moe_ipex.models.register",
 }

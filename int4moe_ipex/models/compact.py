@@ -23,32 +23,35 @@ class CompactWeight:
 
     Attributes:
         packed: the core's object.
-        address, version: of the weight's memory, and what `version_of` said of it.
+        source: the weight as it was, with its memory: another one could come to lie there.
+        version: what `version_of` said of it.
     """
 
     def __init__(self, packed: Any, weight: torch.Tensor):
         self.packed = packed
-        self.address, self.version = weight.data_ptr(), version_of(weight)
+        self.source, self.version = weight.detach(), version_of(weight)
 
     @classmethod
     def of(cls, weight: torch.Tensor) -> CompactWeight | None:
         """A copy of a weight [out_features, in_features], or None where it cannot be or does not pay.
 
         That is another dtype than bfloat16, in_features not a multiple of 32 or above 32768, a value that is not
-        finite, or exponents far apart.
+        finite, exponents far apart, or a weight made in inference mode, whose changes nobody counts.
 
         Raises:
             MemoryError: there is not enough for it.
         """
         rows, columns = weight.shape
         dense = weight.dtype is torch.bfloat16 and weight.is_contiguous() and weight.device.type == "cpu"
-        if not dense or columns % 32:
+        if not dense or columns % 32 or weight.is_inference():
             return None
         packed = native._native.Compact.pack(weight.data_ptr(), rows, columns, torch.get_num_threads())
         return None if packed is None else cls(packed, weight)
 
     def holds(self, weight: torch.Tensor) -> bool:
-        return weight.data_ptr() == self.address and version_of(weight) == self.version
+        source = self.source
+        same = weight.data_ptr() == source.data_ptr() and weight.dtype is source.dtype and weight.shape == source.shape
+        return same and weight.stride() == source.stride() and version_of(weight) == self.version
 
 
 def version_of(weight: torch.Tensor) -> tuple[int | None, int]:
@@ -68,7 +71,9 @@ def changes_of(weight: torch.Tensor) -> int | None:
 def compact_of(module: nn.Module) -> CompactWeight | None:
     """The copy of this linear's weight as it is now."""
     kept = vars(module).get("_compact")
-    return kept if kept is not None and kept.holds(module.weight) else None
+    if kept is not None and not kept.holds(module.weight):
+        kept = vars(module)["_compact"] = None
+    return kept
 
 
 def make_compact(linears: Iterable[nn.Module]) -> tuple[int, int]:
@@ -84,3 +89,18 @@ def make_compact(linears: Iterable[nn.Module]) -> tuple[int, int]:
             vars(module)["_compact"] = compact
             count, nbytes = count + 1, nbytes + compact.packed.nbytes
     return count, nbytes
+
+
+def refresh(model: nn.Module) -> None:
+    """Makes the copies in 12 bits of a loaded model anew, after its bfloat16 weights were changed.
+
+    Copies of weights that are seen to be others are no longer used, which costs speed alone. Needed is this after a few
+    values were written through `weight.data`, as peft does when it merges trained tokens: nothing tells of those.
+
+    Raises:
+        MemoryError: there is not enough for the copies.
+    """
+    linears = [module for module in model.modules() if "_compact" in vars(module)]
+    for module in linears:
+        vars(module)["_compact"] = None
+    make_compact(linears)

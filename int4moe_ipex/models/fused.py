@@ -15,7 +15,7 @@ from torch import nn
 from int4moe_ipex.backends import native
 from int4moe_ipex.models import attention
 from int4moe_ipex.models.compact import compact_of
-from int4moe_ipex.models.core_calls import DTYPES, MAX_EXPERTS, Fused, few_tokens, plain
+from int4moe_ipex.models.core_calls import DTYPES, MAX_EXPERTS, Fused, few_tokens, is_untouched, own_output, plain
 from int4moe_ipex.models.fused_latent import FusedComplexLatentAttention, FusedLatentAttention
 from int4moe_ipex.models.fused_moe import (
     SILU,
@@ -115,8 +115,10 @@ class FusedAttention(Fused):
             and cos.dim() == 3
             and cos.shape[1] == hidden_states.shape[1]
             and cos.shape[0] in (1, hidden_states.shape[0])
+            and self._norms_are_unwatched()
             and plain(hidden_states, cos, sin, *self._norm_weights())
-            and plain(hidden_states, query := self.q_proj(hidden_states), key := self.k_proj(hidden_states))
+            and plain(hidden_states, query := own_output(self.q_proj, hidden_states))
+            and plain(hidden_states, key := own_output(self.k_proj, hidden_states))
         ):
             return super().forward(
                 hidden_states=hidden_states,
@@ -148,8 +150,15 @@ class FusedAttention(Fused):
         )
         return self.o_proj(out.reshape(*shape, -1)), weights
 
+    def _norms(self) -> list[nn.Module]:
+        return [norm for norm in (getattr(self, n, None) for n in ("q_norm", "k_norm")) if norm is not None]
+
     def _norm_weights(self) -> list[torch.Tensor]:
-        return [norm.weight for norm in (getattr(self, n, None) for n in ("q_norm", "k_norm")) if norm is not None]
+        return [norm.weight for norm in self._norms()]
+
+    def _norms_are_unwatched(self) -> bool:
+        """Whether nobody minds that they are computed with the rotation and not called."""
+        return all(map(is_untouched, self._norms()))
 
     def _is_known(self) -> bool:
         """Whether the settings that the class has of its own are those that this computes."""
@@ -190,8 +199,11 @@ class FusedWholeNormAttention(FusedAttention):
         config = self.config
         return config.clip_qkv is None and getattr(config, "sliding_window", None) is None
 
+    def _norms_are_unwatched(self) -> bool:
+        return True  # they are called
+
     def _rotated(self, x: torch.Tensor, norm: str, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        return self._rotate(getattr(self, norm)(x), None, cos, sin)
+        return self._rotate(own_output(getattr(self, norm), x), None, cos, sin)
 
 
 class FusedPartialAttention(FusedAttention):

@@ -17,7 +17,7 @@ from int4moe_ipex.backends import native
 from int4moe_ipex.canonical import dequantize
 from int4moe_ipex.models import attention
 from int4moe_ipex.models.compact import version_of
-from int4moe_ipex.models.core_calls import DTYPES, Fused, is_untouched, plain, wide
+from int4moe_ipex.models.core_calls import DTYPES, Fused, is_untouched, own_output, plain, wide
 from int4moe_ipex.moe.linear import Int4Linear
 
 # Tables of a rotation as `rotate_pairs` takes them: type, addresses of cos and sin, rows, elements between pairs.
@@ -33,7 +33,7 @@ class FusedLatentAttention(Fused):
         past = kwargs.get("past_key_values", cache)
         tables = self._tables(position_embeddings, hidden_states) if self._is_known(hidden_states) else None
         query = None if tables is None else self._query(hidden_states)
-        compressed = None if tables is None else self.kv_a_proj_with_mqa(hidden_states)
+        compressed = None if tables is None else own_output(self.kv_a_proj_with_mqa, hidden_states)
         if tables is None or not plain(query, compressed):
             return super().forward(
                 hidden_states=hidden_states,
@@ -77,8 +77,8 @@ class FusedLatentAttention(Fused):
 
     def _query(self, x: torch.Tensor) -> torch.Tensor:
         if self.q_lora_rank is None:
-            return self.q_proj(x)
-        return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+            return own_output(self.q_proj, x)
+        return own_output(self.q_b_proj, self.q_a_layernorm(self.q_a_proj(x)))
 
     def _tables(self, embeddings: Any, x: torch.Tensor) -> Tables | None:
         cos, sin = embeddings

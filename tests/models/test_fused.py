@@ -20,6 +20,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import (
 import int4moe_ipex
 from int4moe_ipex.backends import native
 from int4moe_ipex.models import attention, fused
+from tests.models.decoding import checkpoint
 from tests.models.tiny import FAMILIES, stock_model
 from tests.real import EXAMPLE
 
@@ -186,3 +187,29 @@ def test_left_padding_gives_what_the_prompt_alone_gives():
         alone = model.generate(prompt, max_new_tokens=6, do_sample=False)[0, 4:]
         batch = model.generate(padded, attention_mask=mask, max_new_tokens=6, do_sample=False)[0, 7:]
     assert alone.tolist() == batch.tolist()
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "olmoe", "glm4_moe", "deepseek_v2", "deepseek_v3"])
+def test_what_a_hook_keeps_stays_as_it_was(tmp_path, family):
+    model = int4moe_ipex.load(checkpoint(tmp_path, family))
+    attn, kept = model.model.layers[0].self_attn, {}
+    for name, module in attn.named_children():
+        module.register_forward_hook(lambda m, i, y, name=name: kept.setdefault(name, (y, y.clone())) and None)
+    with torch.inference_mode():
+        model(torch.randint(3, 60, (1, 12)))
+    assert kept and set(kept) >= {"o_proj"} | {name for name, _ in attn.named_children() if "norm" in name}
+    for name, (y, copied) in kept.items():
+        assert torch.equal(y, copied), name
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
+def test_what_a_hook_gives_stays_as_it_is(tmp_path, family):
+    model = int4moe_ipex.load(checkpoint(tmp_path, family))
+    attn = model.model.layers[0].self_attn
+    query = getattr(attn, "q_b_proj", None) or attn.q_proj
+    given = torch.randn(1, 8, query.out_features, dtype=torch.bfloat16)
+    before, ids = given.clone(), torch.randint(3, 60, (1, 8))
+    query.register_forward_hook(lambda *args: given)
+    with torch.inference_mode():
+        assert torch.equal(model(ids).logits, model(ids).logits)
+    assert torch.equal(given, before)
