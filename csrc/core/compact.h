@@ -1,5 +1,5 @@
 // Bfloat16 weights in 12 bits, exactly: the exponents of a row of weights lie close together, so that four bits tell them
-// apart. A row keeps the 15 neighbouring exponents that most of its weights have; the few others (about one in ten thousand of
+// apart. A row keeps the 15 neighbouring exponents that most of its weights have; the few others (one or two in ten thousand of
 // normally distributed weights) are kept beside the row as they are.
 #pragma once
 

@@ -115,7 +115,7 @@ class FusedAttention(Fused):
             and cos.dim() == 3
             and cos.shape[1] == hidden_states.shape[1]
             and cos.shape[0] in (1, hidden_states.shape[0])
-            and self._norms_are_unwatched()
+            and self._norms_are_known()
             and plain(hidden_states, cos, sin, *self._norm_weights())
             and plain(hidden_states, query := own_output(self.q_proj, hidden_states))
             and plain(hidden_states, key := own_output(self.k_proj, hidden_states))
@@ -156,9 +156,12 @@ class FusedAttention(Fused):
     def _norm_weights(self) -> list[torch.Tensor]:
         return [norm.weight for norm in self._norms()]
 
-    def _norms_are_unwatched(self) -> bool:
-        """Whether nobody minds that they are computed with the rotation and not called."""
-        return all(map(is_untouched, self._norms()))
+    def _norms_are_known(self) -> bool:
+        """Whether they may be computed with the rotation, not called: unwatched, and of the class they were."""
+        return all(
+            is_untouched(norm) and (is_fused(norm, FusedRMSNorm) or _fusion(norm) is FusedRMSNorm)
+            for norm in self._norms()
+        )
 
     def _is_known(self) -> bool:
         """Whether the settings that the class has of its own are those that this computes."""
@@ -199,7 +202,7 @@ class FusedWholeNormAttention(FusedAttention):
         config = self.config
         return config.clip_qkv is None and getattr(config, "sliding_window", None) is None
 
-    def _norms_are_unwatched(self) -> bool:
+    def _norms_are_known(self) -> bool:
         return True  # they are called
 
     def _rotated(self, x: torch.Tensor, norm: str, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -213,3 +213,26 @@ def test_what_a_hook_gives_stays_as_it_is(tmp_path, family):
     with torch.inference_mode():
         assert torch.equal(model(ids).logits, model(ids).logits)
     assert torch.equal(given, before)
+
+
+def test_another_norm_in_the_place_of_a_heads_counts(tmp_path):
+    class Twice(Qwen3MoeRMSNorm):
+        def forward(self, hidden_states):
+            return 2 * super().forward(hidden_states)
+
+    model = int4moe_ipex.load(checkpoint(tmp_path, "qwen3_moe"), dtype="float32")
+    ids = torch.randint(3, 60, (1, 8))
+    with torch.inference_mode():
+        before = model(ids).logits
+        for layer in model.model.layers:
+            old = layer.self_attn.q_norm
+            layer.self_attn.q_norm = Twice(old.weight.numel(), old.variance_epsilon).requires_grad_(False)
+            layer.self_attn.q_norm.weight.copy_(old.weight)
+        changed = model(ids).logits
+        for layer in model.model.layers:
+            twice = layer.self_attn.q_norm.weight * 2
+            layer.self_attn.q_norm = as_fused(Qwen3MoeRMSNorm(old.weight.numel(), old.variance_epsilon))
+            layer.self_attn.q_norm.weight = nn.Parameter(twice, requires_grad=False)
+        same = model(ids).logits
+    assert relative(changed, before) > 1e-3
+    assert relative(changed, same) < 1e-5
